@@ -118,6 +118,10 @@ class Mixer(nn.Module):
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
     # Options under which the mechanism behaves as published; `--set faithful=true` starts from these.
     published: ClassVar[dict[str, Any]] = {}
+    # Switch -> what the other options are under it; `--set` may choose among what the mixer then still takes.
+    implied: ClassVar[dict[str, dict[str, Any]]] = {}
+    # Whether it takes q and k without rotary embedding, whatever its options.
+    unrotated: ClassVar[bool] = False
     # Option -> what it sets, one line for `linearize mechanisms NAME`. A subclass writes those that are its own.
     about: ClassVar[dict[str, str]] = {
         "rope": "rotate q and k as the softmax model does",
@@ -179,6 +183,9 @@ class Mixer(nn.Module):
             self.near = Mixer.window_type(site.hidden, site.heads, window, sink, site.scale, self.normalised)
         # Whether `mix` gets q and k without rotary embedding; read by the seam before the attention module runs.
         self.drop_rope = not rope
+        # Whether `mix` gets q and k as they are in front of the norms that the attention module has for them. The seam
+        # then runs the module a second time for the student, so such a mixer gets no rotary embedding either.
+        self.raw = False
         # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
         # The grid that the patch convolution of a site on `patches` last made, by thread.
@@ -447,6 +454,14 @@ def check_half_lives(shortest: float, longest: float) -> None:
         raise ValueError(f"half_life_max={longest}: must be >= half_life_min={shortest}")
 
 
+def check_implied(switch: str, implied: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise ValueError, naming all of them, for `options` that are not as `switch` implies."""
+    wrong = {name: value for name, value in options.items() if value != implied[name]}
+    if wrong:
+        given, needed = (", ".join(f"{name}={y[name]}" for name in wrong) for y in (wrong, implied))
+        raise ValueError(f"{given}: {switch}=true needs {needed}")
+
+
 def as_autocast(*inputs: Tensor) -> list[Tensor]:
     """Cast the inputs as autocast casts those of scaled_dot_product_attention: to its dtype, except float64.
 
@@ -520,8 +535,10 @@ def option_types(mixer: type[Mixer], base: str | None = None) -> dict[str, tuple
             kind, bounds = typing.get_args(kind)
         options[name] = (kind, bounds, parameter.default)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        others = option_types(mixer.base_for(base or options["base"][2]) if mixer.bases else Mixer)
-        options |= {name: described for name, described in others.items() if name not in options}
+        owner = mixer.base_for(base or options["base"][2]) if mixer.bases else Mixer
+        # A switch of the base names a whole layer, around which nothing else stands.
+        taken = {*options, *owner.implied}
+        options |= {name: described for name, described in option_types(owner).items() if name not in taken}
     return options
 
 

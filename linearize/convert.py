@@ -26,7 +26,7 @@ from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, WindowChoice, is_auto
 from .plan.mechanisms import present_options
-from .plan.plan import Plan, Step, local_steps, some
+from .plan.plan import Plan, Step, local_steps, rotation_asked, some
 from .plan.request import Request
 from .probe.found import Found
 from .probe.meta_run import quiet
@@ -203,9 +203,9 @@ def check_scored(plan: Plan, natives: SourceClasses, flag: str) -> None:
     if writes_no_text(natives):
         problem = f"compares predictions of text, and {plan.architecture} writes none"
     for step in plan.steps:
-        place = step.options.get("rope", True)
+        place, asked = rotation_asked(step)
         if not problem and place in (False, "off", "after"):
-            problem = f"gives softmax and mixers the same q and k, and rope={str(place).lower()} has others"
+            problem = f"gives softmax and mixers the same q and k, and {asked} has others"
     if problem:
         raise LinearizeError(f"{flag} auto {problem}. Name the {NAMED[flag]}", Exit.INCOMPATIBLE)
 

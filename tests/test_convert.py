@@ -188,6 +188,7 @@ def test_a_dry_run_needs_the_config_alone(tmp_path: Path, name: str) -> None:
         ("every:2", "", [0, 2]),
         ("every:3", "0", [3]),
         ("all", "every:2", [1, 3]),
+        ("all", "every:2:1", [0, 2]),
     ],
 )
 def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[int]) -> None:
@@ -215,7 +216,8 @@ def test_layers_are_chosen(shared: Path, layers: str, keep: str, chosen: list[in
         ("every:0", "", "every:N needs N >= 1"),
         ("every:x", "", "'x' is no layer number"),
         ("all", "every:0", "--keep-softmax every:0: every:N needs N >= 1"),
-        ("all", "x", "'x' is no layer number. Write 0-3,7 or every:4 or auto:2$"),
+        ("all", "every:2:4", "--keep-softmax every:2:4: .* has 4 layers, and it begins behind them"),
+        ("all", "x", "'x' is no layer number. Write 0-3,7 or every:4 or every:4:3 or auto:2$"),
     ],
 )
 def test_layers_that_are_not_there_are_refused(shared: Path, layers: str, keep: str, message: str) -> None:

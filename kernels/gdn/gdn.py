@@ -33,7 +33,7 @@ from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, Tensors
+from ..mixer import Bounds, Mixer, Site, Tensors, check_implied
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows, put, take
 
@@ -158,6 +158,10 @@ class GatedDeltaNet(Recurrent, Mixer):
 
     alpha = exp(-exp(A_log) softplus(W_a x + bias)), beta = sigmoid(W_b x + bias). A conversion starts with the same
     half-lives for all tokens, spread over the heads.
+
+    `native` is the layer of Qwen3-Next and Qwen3.5, which engines for those models know: q, k and v are the module's
+    projections, in front of its norms of q and k; SiLU follows their convolution; beta has no bias; q is multiplied by
+    D^-1/2; 1e-6 is added to squared lengths.
     """
 
     title = "Gated DeltaNet"
@@ -173,11 +177,23 @@ class GatedDeltaNet(Recurrent, Mixer):
         "the teacher (0: gates as published, not fitted)",
         "half_life_max": "longest half-life of the memory at the start, in tokens; without a window finetune fits it",
         "write": "strength beta of a write at the start; without a window finetune fits it to the teacher",
+        "native": "exactly the layer of Qwen3.5, for `linearize export --as qwen3_5`; taps is free up to 4",
     }
     # Half-life in tokens and strength of a write, for each memory.
     tried: ClassVar[dict[str, tuple[Any, ...]]] = {
         "half_life": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0),
         "write": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95),
+    }
+    implied: ClassVar[dict[str, dict[str, Any]]] = {
+        "native": {
+            "state_heads": "query",
+            "taps": 4,
+            "feature_map": "swish",
+            "value_act": "swish",
+            "rope": False,
+            "norm": "head",
+            "output_gate": True,
+        }
     }
     published = {
         "taps": 4,
@@ -203,17 +219,28 @@ class GatedDeltaNet(Recurrent, Mixer):
         write: Annotated[float, Bounds(0.01, 0.99)] = 0.5,
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
+        native: bool = False,
         **near: int,
     ) -> None:
-        """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
+        """Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or an option is not that
+        of the native layer, where that is asked for."""
+        if native:
+            own = {"state_heads": state_heads, "feature_map": feature_map, "value_act": value_act, "rope": rope}
+            own |= {"taps": max(4, taps), "norm": norm, "output_gate": output_gate, "window": near.get("window", 0)}
+            check_implied("native", {**self.implied["native"], "window": 0}, own)
         super().__init__(site, rope, **near)
+        self.native = self.raw = native
+        self.ones: Tensor | None = None  # while `calibrate` runs: hidden states times it are about 1
+        if native:
+            constant = import_module("..layers.constant", __package__)
+            self.ones_direction, self.open = constant.ones_direction, constant.OPEN
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.taps, self.feature_map, self.value_act = taps, feature_map, value_act
         self.write, self.gate_std = write, gate_std
 
         self.decay = nn.Linear(site.hidden, self.state_count)
         self.A_log = nn.Parameter(torch.empty(self.state_count))
-        self.strength = nn.Linear(site.hidden, self.state_count)
+        self.strength = nn.Linear(site.hidden, self.state_count, bias=not native)
         if taps > 1:
             self.short_conv = import_module("..layers.conv", __package__).short_conv
             self.query_taps = nn.Parameter(torch.empty(site.heads, site.key_dim, taps))
@@ -224,14 +251,16 @@ class GatedDeltaNet(Recurrent, Mixer):
 
     @classmethod
     def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
-        return super().parts(site, options) | ({"layers/conv": "short_conv"} if options["taps"] > 1 else {})
+        found = super().parts(site, options) | ({"layers/conv": "short_conv"} if options["taps"] > 1 else {})
+        return found | ({"layers/constant": "ones_direction"} if options.get("native") else {})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         for linear in (self.decay, self.strength):
             init.normal_(linear.weight, 0.0, self.gate_std)
-        init.constant_(self.strength.bias, math.log(self.write / (1.0 - self.write)))
+        if not self.native:
+            init.constant_(self.strength.bias, math.log(self.write / (1.0 - self.write)))
         A, step = self._start()
         init.copy_(self.A_log, A.log().to(self.A_log))
         init.copy_(self.decay.bias, _before_softplus(step).to(self.decay.bias))
@@ -254,10 +283,26 @@ class GatedDeltaNet(Recurrent, Mixer):
     def start_from(self, name: str, values: list[float]) -> None:
         given = torch.tensor(values, dtype=torch.float64)
         if name == "write":
-            self.strength.bias.copy_((given / (1.0 - given)).log())
+            logits = (given / (1.0 - given)).log().to(self.strength.weight)
+            if self.ones is None:
+                self.strength.bias.copy_(logits)
+            else:
+                self.strength.weight.copy_(torch.outer(logits, self.ones.to(logits)))
         else:
             self.A_log.zero_()
             self.decay.bias.copy_(_before_softplus(math.log(2.0) / given))
+
+    @torch.no_grad()
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None,
+        gates: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """As for others. Gates without a bias become about the same for all tokens first: swish(W x) about 1."""
+        if self.native:
+            self.ones = self.ones_direction(x)
+            self.output_gate.weight.copy_(self.open * self.ones.expand_as(self.output_gate.weight))
+        super().calibrate(q, k, v, x, o, o_teacher, layout, gates)
+        self.ones = None
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Log-decays g <= 0 and write strengths beta, [B,T,E] fp32."""
@@ -290,7 +335,8 @@ class GatedDeltaNet(Recurrent, Mixer):
             q, k, v = self._features(q, k, v, False)
         before = None if memory is None else DeltaState(memory)
         gates = {"read_gate": read_gate, "write_gate": write_gate}
-        o, (memory,) = self.recur(gdn, layout, before, q, k, v, g, beta, scale=1.0, **gates)
+        scale = self.site.key_dim**-0.5 if self.native else 1.0  # a norm follows, whose eps it meets
+        o, (memory,) = self.recur(gdn, layout, before, q, k, v, g, beta, scale=scale, **gates)
         if layout.rows is not None and state is not None:
             if self.taps > 1:
                 put(tails, layout.rows, ends)
@@ -307,7 +353,7 @@ class GatedDeltaNet(Recurrent, Mixer):
         swish, found = self.feature_map == "swish", []
         for y, role in ((q, "query"), (k, "key")):
             z = y if self.features is None else self.features(y, role)
-            found.append(unit_rows(z, swish, y.dtype, plain=plain))
+            found.append(unit_rows(z, swish, y.dtype, eps=1e-6 if self.native else 1e-12, plain=plain))
         return found[0], found[1], F.silu(v) if self.value_act == "swish" else v
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:

@@ -12,6 +12,7 @@ itself: with the plain backend's name nothing of this file runs, and the model i
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,6 +45,8 @@ from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
 from .cache import CACHE_NAMES, StateLayer, cache_in, check_kind, check_rows, record_past, state_slot
 
+# What attention modules call their norms of q and k.
+HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 # In a config: training changed weights that came from the source.
 TRAINED = "linearize_trained"
 NO_TEACHER = (
@@ -68,6 +71,8 @@ class Call:
         # The rotary embedding that was taken away from q and k.
         self.rotation: Rotation | None = None
         self.teacher_output: Tensor | None = None
+        # Whether the module's norms of q and k are passed over (`past_norm`).
+        self.raw = False
 
     def told(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the attention function was told, else its module, else the model."""
@@ -113,10 +118,11 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     places = places | places_in(bound) if mixer.site.causal or not mixer.site.routed else {}
     if mixer.position_hooks.own_mask():
         places["own_mask"] = True
-    mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
+    call = mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
-    mixer.calls[this_thread()].rotation = without_rotation(bound, mixer.site.routed)
+    call.raw = mixer.raw
+    call.rotation = without_rotation(bound, mixer.site.routed)
     return tuple(bound.pop(name) for name in mixer.arguments[: len(args)]), bound
 
 
@@ -137,6 +143,13 @@ def after_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
             f"forward is {name} of {getattr(forward, '__module__', 'unknown')}: where another package put it there, "
             "load the model without that; else this transformers version may not fit"
         )
+
+
+def past_norm(mixer: Mixer, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Hook of an attention module's norm of q or k: its input, where the mixer takes that, else its output."""
+    call = mixer.calls.get(this_thread())
+    given: Tensor = args[0]
+    return output if call is None or not call.raw else given
 
 
 def hidden_name(mixer: Mixer) -> str:
@@ -261,7 +274,8 @@ def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher
     bound[hidden_name(mixer)] = mixer.calls[this_thread()].x.detach()
     bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
     if mixer.drop_rope:
-        mixer.calls[this_thread()].rotation = without_rotation(bound, mixer.site.routed)
+        call = mixer.calls[this_thread()]
+        call.raw, call.rotation = mixer.raw, without_rotation(bound, mixer.site.routed)
     reduce_keys(module, mixer.reductions, False)
     with torch.enable_grad():
         with mixer.transfer.student(module):
@@ -311,6 +325,10 @@ def attach(
             mixer.patches = watch_patches(model.get_submodule(_own_path(model, site.grid_from)))
         module.mixer = mixer
         position_hooks.mixers.append(mixer)
+        if mixer.raw:
+            for norm in (getattr(module, name, None) for name in HEAD_NORMS):
+                if isinstance(norm, nn.Module):
+                    norm.register_forward_hook(functools.partial(past_norm, mixer))
         before, after = before_attention, after_attention
         if capture:
             before, after = torch.compiler.disable(before), torch.compiler.disable(after)

@@ -28,32 +28,37 @@ from ..gpu.triton_helpers import jit, tl, triton
 
 # Numbers of a program's tile, and tiles of a program backward, whose part of dw is one row.
 TILE, TILES = 4096, 16
+# What `head_norm` adds to the mean square by itself.
+EPS = 1e-6
 
 
-def head_norm(o: Tensor, weight: Tensor, gate: Tensor | None = None, *, plain: bool = False) -> Tensor:
+def head_norm(
+    o: Tensor, weight: Tensor, gate: Tensor | None = None, *, eps: float = EPS, plain: bool = False
+) -> Tensor:
     """o / rms(o) over the value dim of each head, times weight [H,Dv]; o [B,T,H,Dv], in its dtype.
 
-    `gate` [B,T,H] multiplies what comes out: in front, the norm would cancel it. `plain` keeps to PyTorch.
+    `gate` [B,T,H] multiplies what comes out: in front, the norm would cancel it. `eps` is added to the mean square.
+    `plain` keeps to PyTorch.
     """
     if not plain and _takes(o, weight, gate):
-        out: Tensor = norm_op(o, weight, gate, True, False, o.dtype)
+        out: Tensor = norm_op(o, weight, gate, True, False, o.dtype, eps)
         return out
     y = o.to(torch.promote_types(o.dtype, torch.float32))
-    factor = torch.rsqrt(y.square().mean(-1, keepdim=True) + _eps(True))
+    factor = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if gate is not None:
         factor = factor * gate.to(y.dtype)[..., None]
     return (y * factor * weight.to(y.dtype)).to(o.dtype)
 
 
-def unit_rows(y: Tensor, swish: bool, dtype: torch.dtype, *, plain: bool = False) -> Tensor:
-    """y [B,T,H,D], or swish(y), over the length of each row in `dtype`, zero where it vanishes. `plain` keeps to
-    PyTorch."""
+def unit_rows(y: Tensor, swish: bool, dtype: torch.dtype, *, eps: float = 1e-12, plain: bool = False) -> Tensor:
+    """y [B,T,H,D], or swish(y), over the length of each row in `dtype`, zero where it vanishes: `eps` is added to the
+    squared length. `plain` keeps to PyTorch."""
     if not plain and _takes(y) and dtype != torch.float64:
-        out: Tensor = norm_op(y, None, None, False, swish, dtype)
+        out: Tensor = norm_op(y, None, None, False, swish, dtype, eps)
         return out
     y = F.silu(y) if swish else y
     y = y.to(torch.promote_types(y.dtype, torch.float32))
-    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _eps(False))).to(dtype)
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(dtype)
 
 
 def _takes(y: Tensor, weight: Tensor | None = None, gate: Tensor | None = None) -> bool:
@@ -61,10 +66,6 @@ def _takes(y: Tensor, weight: Tensor | None = None, gate: Tensor | None = None) 
     kinds = [x.dtype for x in (y, weight, gate) if x is not None]
     whole = (weight is None or weight.shape == y.shape[2:]) and (gate is None or gate.shape == y.shape[:3])
     return whole and y.numel() > 0 and not any(unavailable(y.device, kind) for kind in kinds)
-
-
-def _eps(mean: bool) -> float:
-    return 1e-6 if mean else 1e-12
 
 
 @torch.no_grad()
@@ -88,16 +89,16 @@ def fit_size(weight: Tensor, o: Tensor, o_teacher: Tensor) -> None:
 class HeadNorm(nn.Module):
     """`head_norm` with its weight."""
 
-    def __init__(self, heads: int, dim: int) -> None:
+    def __init__(self, heads: int, dim: int, eps: float = EPS) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, dim))
+        self.weight, self.eps = nn.Parameter(torch.empty(heads, dim)), eps
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         init.ones_(self.weight)
 
     def forward(self, o: Tensor, gate: Tensor | None = None, *, plain: bool = False) -> Tensor:
-        return head_norm(o, self.weight, gate, plain=plain)
+        return head_norm(o, self.weight, gate, eps=self.eps, plain=plain)
 
     def calibrate(self, o_teacher: Tensor) -> None:
         give_size(self.weight, o_teacher)
@@ -173,7 +174,8 @@ def backward_kernel(p_do, p_y, p_w, p_gate, p_dy, p_dw, p_dgate, share, eps, N: 
 
 
 class Call(NamedTuple):
-    """The inputs of the operator. `mean`: the root mean square, else the length; `kind` is the result's dtype."""
+    """The inputs of the operator. `mean`: the root mean square, else the length; `kind` is the result's dtype; `eps` is
+    added to the mean square, or to the square."""
 
     y: Tensor
     weight: Tensor | None
@@ -181,6 +183,7 @@ class Call(NamedTuple):
     mean: bool
     swish: bool
     kind: torch.dtype
+    eps: float
 
 
 def _inputs(x: Call) -> tuple[list[Tensor | None], tuple[Any, ...], dict[str, Any]]:
@@ -189,7 +192,7 @@ def _inputs(x: Call) -> tuple[list[Tensor | None], tuple[Any, ...], dict[str, An
     BD, y = triton.next_power_of_2(D), dense(x.y)
     constants = {"D": D, "SWISH": x.swish, "BD": BD, "BR": max(1, TILE // BD), "TILES": TILES}
     tensors = [y, *(None if z is None else z.contiguous() for z in x[1:3])]
-    return tensors, (1.0 / D if x.mean else 1.0, _eps(x.mean), B * T, T, H, *y.stride()[:3]), constants
+    return tensors, (1.0 / D if x.mean else 1.0, x.eps, B * T, T, H, *y.stride()[:3]), constants
 
 
 def _forward(call: int, x: Call, out: Tensor) -> None:

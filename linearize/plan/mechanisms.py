@@ -110,6 +110,9 @@ def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[
     options = {option: default for option, (_, _, default) in kinds.items()}
     if _parse("faithful", given.pop("faithful", False), bool, None):
         options |= published_options(mixer, base, site)
+    for switch, others in mixer.implied.items():
+        if _parse(switch, given.get(switch, options[switch]), bool, None):
+            options |= others
     for option, value in given.items():
         if option not in kinds:
             raise LinearizeError(_unknown(option, name, mixer, [*kinds, "faithful"], base))

@@ -19,7 +19,7 @@ from .keep import LOCAL, SINK, Choice, KeptWindow, WindowChoice, is_auto
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
-FORMS = {"--layers": LAYERS, "--keep-softmax": "0-3,7 or every:4 or auto:2", "--restore": "0-3,7"}
+FORMS = {"--layers": LAYERS, "--keep-softmax": "0-3,7 or every:4 or every:4:3 or auto:2", "--restore": "0-3,7"}
 DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
 
 
@@ -236,14 +236,19 @@ def choose_layers(
 
 
 def layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
-    """The layers among those `found` that an option names, such as `0-3,7` or `every:2`. Raises as `choose_layers`."""
+    """The layers among those `found` that an option names, such as `0-3,7`, `every:2` or `every:4:3`, which begins at
+    layer 3. Raises as `choose_layers`."""
     known = [site.layer for site in found.sites]
     form = FORMS[flag]
     if text.startswith("every:"):
-        step = _number(text.removeprefix("every:"), f"{flag} {text}", form)
+        every, _, first = text.removeprefix("every:").partition(":")
+        step, begin = (_number(part, f"{flag} {text}", form) for part in (every, first or "0"))
         if step < 1:
             raise LinearizeError(f"{flag} {text}: every:N needs N >= 1")
-        return set(known[::step])
+        if begin >= len(known):
+            there = counted(len(known), "layer")
+            raise LinearizeError(f"{flag} {text}: {model} has {there}, and it begins behind them")
+        return set(known[begin::step])
     chosen, beyond = _numbers(text, f"{flag} {text}", form, max(known))
     missing = chosen - {*known}
     for other in found.others:
@@ -315,18 +320,27 @@ def settle_rotation(found: Found, steps: tuple[Step, ...], beside: bool = False)
     return tuple(settled_steps)
 
 
+def rotation_asked(step: Step) -> tuple[Any, str]:
+    """Where a step's mixer wants q and k rotated, as its option `rope` says it, and what says so."""
+    if load_mechanism(step.mechanism).unrotated:
+        return False, f"{step.mechanism} without a rotary embedding"
+    place = step.options.get("rope", True)
+    return place, f"rope={str(place).lower()}"
+
+
 def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
     """Raise LinearizeError (exit 3) where mixers without rotary embedding were asked for and would get it, or with one
     behind their features and would get none."""
     taken = (False, "off", "after")
-    wrong = [s for s in steps if s.site.path in found.fixed_rotation and s.options.get("rope") in taken]
-    wrong += [s for s in steps if s.site.path in found.numbered and s.options.get("rope") == "after"]
+    wrong = [s for s in steps if s.site.path in found.fixed_rotation and rotation_asked(s)[0] in taken]
+    wrong += [s for s in steps if s.site.path in found.numbered and rotation_asked(s)[0] == "after"]
     if wrong:
-        asked, sites = f"rope={str(wrong[0].options['rope']).lower()}", [step.site for step in wrong]
-        use, what = ("true", "taken away") if wrong[0].options["rope"] is False else ("before", "taken away or moved")
+        (place, asked), sites = rotation_asked(wrong[0]), [step.site for step in wrong]
+        use, what = ("Set rope=true", "taken away") if place is False else ("Set rope=before", "taken away or moved")
+        use = use if "rope" in wrong[0].options else "Choose another mechanism"
         raise LinearizeError(
             f"{asked}: {sites[0].kind} at {layers_named(site.layer for site in sites)} is not given its rotation by "
-            f"an argument position_embeddings, so it cannot be {what}. Set rope={use}",
+            f"an argument position_embeddings, so it cannot be {what}. {use}",
             Exit.INCOMPATIBLE,
         )
 

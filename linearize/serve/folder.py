@@ -28,7 +28,8 @@ def layers_of(config: Any) -> Layers:
     """The layers of a converted decoder, by its config.
 
     Raises ValueError, naming the model, for one that vLLM cannot run: an encoder, a model with several towers, one
-    whose attention modules compute softmax in their own code, or one in which heads that keep softmax have sinks.
+    whose attention modules compute softmax in their own code, one in which heads that keep softmax have sinks, or one
+    that vLLM knows by itself.
     """
     sites = [layer["site"] for layer in config.linearize["layers"]]
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
@@ -50,6 +51,11 @@ def layers_of(config: Any) -> Layers:
             f"{name}: heads of {sinks[0]} keep softmax (--keep-heads), which has sinks there, and linearize's plugin "
             f"does not hand some heads' sinks to vLLM. {_ELSEWHERE}"
         )
+    layers = config.linearize["layers"]
+    known = [layer for layer in layers if layer["options"].get("native") or layer["mechanism"] == "mamba2"]
+    if known:
+        what = f"{known[0]['site']['path']} has {known[0]['mechanism']} as vLLM knows it"
+        raise ValueError(f"{name}: {what}, without this plugin. Write it so: linearize export DIR --as auto -o OUT")
     linear = {site["layer"]: site["path"] for site in sites}
     heads = {site["layer"]: tuple(site["softmax_groups"]) for site in sites if site.get("softmax_groups")}
     return Layers(linear, tuple(i for i in range(config.num_hidden_layers) if i not in linear), heads)

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid, normalize
 
 from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize_kernels.gdn.gdn import DeltaState, gdn, gdn_reference
+from linearize_kernels.layers.constant import ones_direction
 from linearize_kernels.layers.conv import short_conv
 from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import Site
@@ -216,6 +217,9 @@ def test_uniform_gates_of_one_change_nothing() -> None:
         ({"half_life_min": 9.0, "half_life_max": 8.0}, "must be >= half_life_min=9"),
         ({"chunk_size": 48}, "must be a power of two"),
         ({"window": 8, "rope": False}, "needs the rotary embedding"),
+        ({"native": True, "window": 8}, "window=8: native=true needs window=0"),
+        ({"native": True, "rope": True, "norm": "none"}, "rope=True, norm=none: native=true needs rope=False, norm"),
+        ({"native": True, "taps": 5}, "taps=5: native=true needs taps=4"),
     ],
 )
 def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str) -> None:
@@ -240,3 +244,61 @@ def test_calibration_finds_half_lives_and_strengths() -> None:
     g, beta = m.gates(inputs[3])
     assert g[..., 0].mean() < 10 * g[..., 1].mean() < 0
     assert beta[..., 0].mean() > 2 * beta[..., 1].mean()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1.0, 0.02])
+def test_native_is_the_layer_of_qwen3_5(size: float) -> None:
+    """transformers' class, whose projections make q, k and v; also where values are so small that eps counts."""
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+    H, D, Dv = 4, 8, 6
+    config = Qwen3_5TextConfig(
+        hidden_size=24, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=H,
+        linear_num_value_heads=H, linear_key_head_dim=D, linear_value_head_dim=Dv,
+    )  # fmt: skip
+    site = Site(0, "a", "self", 24, H, H, D, Dv, D**-0.5, causal=True)
+    mixer: Any = build_mixer("gdn", site, resolve_options("gdn", {"native": True}))
+    mixer.reset_parameters()
+    layer = Qwen3_5GatedDeltaNet(config, 0).eval()
+    for parameter in (*layer.parameters(), *mixer.parameters()):
+        torch.nn.init.normal_(parameter, 0.0, 0.4)
+    sizes = {"query": H * D, "key": H * D, "value": H * Dv}
+    rows = dict(zip(sizes, layer.in_proj_qkv.weight.split([*sizes.values()]), strict=True))
+    rows["value"].mul_(size)
+    for role, taps in zip(sizes, layer.conv1d.weight.split([*sizes.values()]), strict=True):
+        getattr(mixer, f"{role}_taps").copy_(taps.view(H, -1, 4))
+    mixer.output_gate.weight.copy_(layer.in_proj_z.weight)
+    mixer.strength.weight.copy_(layer.in_proj_b.weight)
+    mixer.decay.weight.copy_(layer.in_proj_a.weight)
+    mixer.decay.bias.copy_(layer.dt_bias)
+    mixer.A_log.copy_(layer.A_log)
+    mixer.norm.weight.copy_(layer.norm.weight.expand(H, Dv))
+    x = torch.randn(2, 40, 24)
+    q, k, v = ((x @ rows[role].T).unflatten(-1, (H, -1)) for role in sizes)
+    expected = layer(x)
+    assert relative_error(layer.out_proj(mixer(q, k, v, x, TokenLayout())[0].flatten(2)), expected) < 1e-5
+    mixer.native = False  # lengths and outputs without what the layer adds and multiplies
+    assert relative_error(layer.out_proj(mixer(q, k, v, x, TokenLayout())[0].flatten(2)), expected) > 1e-5
+
+
+@torch.no_grad()
+def test_native_calibrates_gates_without_a_bias() -> None:
+    """By the direction that all hidden states share."""
+    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+    m: Any = build_mixer("gdn", site, resolve_options("gdn", {"native": True}))
+    m.reset_parameters()
+    inputs = [torch.randn(2, 60, *shape) for shape in ((4, 8), (2, 8), (2, 6), (24,))]
+    inputs[3] = 0.1 * inputs[3] + torch.randn(24)
+    teacher = copy.deepcopy(m)
+    teacher.calibrate(*inputs, *2 * [m(*inputs, TokenLayout())[0]], TokenLayout())
+    teacher.ones = ones_direction(inputs[3])
+    teacher.start_from("half_life", [2.0, 2.0, 128.0, 128.0])
+    teacher.start_from("write", [0.8, 0.8, 0.1, 0.1])
+    target = 3 * teacher(*inputs, TokenLayout())[0]
+    m.calibrate(*inputs, m(*inputs, TokenLayout())[0], target, TokenLayout())
+    assert relative_error(m(*inputs, TokenLayout())[0], target) < 0.3
+    beta = m.gates(inputs[3])[1]
+    assert beta[..., 0].mean() > 2 * beta[..., 3].mean()
+    assert float((torch.nn.functional.silu(m.output_gate(inputs[3])) - 1.0).abs().mean()) < 0.2

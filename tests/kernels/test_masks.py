@@ -28,6 +28,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "gla": {},
     "gdn": {},
     "retnet": {},
+    "mamba2": {},
     "la": {},
     "mhla": {},
     "sla": {},

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "retnet, features of both signs": ("retnet", {"feature_map": "hedgehog", "state_heads": "query"}),
     "gdn": ("gdn", {}),
     "gdn as published": ("gdn", {"faithful": True}),
+    "mamba2": ("mamba2", {}),
     "sla over gla": ("sla", {"norm": "none"}),
     "sla over retnet": ("sla", {"base": "retnet", "norm": "none"}),
     "sla over gdn": ("sla", {"base": "gdn", "norm": "none"}),

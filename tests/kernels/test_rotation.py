@@ -53,6 +53,8 @@ def test_a_rotation_under_another_name_is_refused() -> None:
     with pytest.raises(LinearizeError, match="rope=false: Renamed at layers 0-3 is not given its rotation") as caught:
         check_rotation(found, make_steps(list(found.sites), "gsa", WITHOUT))
     assert caught.value.code == Exit.INCOMPATIBLE
+    with pytest.raises(LinearizeError, match=r"mamba2 without a rotary embedding: Renamed .* Choose another mechanism"):
+        check_rotation(found, make_steps(list(found.sites), "mamba2", {}))
 
 
 @pytest.mark.parametrize(("name", "model"), [("llama", LlamaForCausalLM), ("gpt2", GPT2LMHeadModel)])

@@ -268,6 +268,8 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "gsa",
         "gsa-window",
         "hybrid",
+        "hybrid-native",
+        "hybrid-native-qwen3",
         "lolcats-style",
         "radlads-style",
         "gsa-t2r",

@@ -16,9 +16,10 @@ import pytest
 import torch
 from architectures import small_model as any_model
 from conftest import TOLERANCE, relative_error
-from models import ARCHITECTURES, HYBRID, Zoo, convert_folder, load, logits, small_model, tokens
+from models import ARCHITECTURES, HYBRID, Zoo, convert_folder, load, logits, save_source, small_model, tokens
 from torch import Tensor, nn
 
+from linearize.convert import convert, plan_conversion
 from linearize.data import batches as samples
 from linearize.train.stages import Listener, listen
 from linearize.train.student import Student
@@ -68,6 +69,28 @@ def transfer(model: Any, recorder: Recorder, ids: Tensor, **arguments: Any) -> T
     """Logits of the pass during which `recorder` listens."""
     with model.transferring(recorder), torch.no_grad():
         return model(input_ids=ids, use_cache=False, **arguments).logits
+
+
+def test_a_mixer_of_projections_sees_them_in_front_of_norms(tmp_path: Path) -> None:
+    """Also in the second call, of the student; the teacher's own call keeps its norms of q and k."""
+    source = save_source(tmp_path / "source", "qwen3")
+    plan = plan_conversion(str(source), "gdn", options={"native": True})
+    convert(*plan, tmp_path / "linear", level="none", say=lambda text: None)
+    model, ids, recorder = load(tmp_path / "linear"), tokens(2, 12), Recorder(lambda loss: None)
+    freeze_source(model)
+    teacher = small_model("qwen3")
+    assert relative_error(transfer(model, recorder, ids), logits(teacher, ids)) < EXACT
+    inputs = recorder.heard[0]["inputs"]
+    attention, x = teacher.model.layers[0].self_attn, inputs[3]
+    for given, projection in zip(inputs[:2], (attention.q_proj, attention.k_proj), strict=True):
+        assert relative_error(given.flatten(2), projection(x).detach()) < EXACT
+    with torch.no_grad():
+        calls: list[Tensor] = []
+        mixer = model.model.layers[0].self_attn.mixer
+        handle = mixer.register_forward_pre_hook(lambda m, args: calls.append(args[0]))
+        logits(model, ids)
+        handle.remove()
+    assert relative_error(calls[0].flatten(2), attention.q_proj(x)) < EXACT
 
 
 def two_pass_gradients(model: Any, ids: Tensor, output: str, **arguments: Any) -> dict[str, Tensor]:

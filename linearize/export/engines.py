@@ -1,0 +1,92 @@
+"""Engines and what they take of a format: by name and reason, and by trial where the engine is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Engine(NamedTuple):
+    """Whether an engine takes a model, and what is to be said: why it does not, or what it needs."""
+
+    name: str
+    takes: bool
+    note: str
+
+
+def engines_for(form: str, config: dict[str, Any]) -> tuple[Engine, ...]:
+    """What engines make of a config.json that was written."""
+    return (qwen3_5_engines if form == "qwen3_5" else granite_engines)(config.get("text_config", config))
+
+
+def qwen3_5_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
+    """Placements: an engine that knows intervals alone reads `full_attention_interval`, and computes other layers than
+    those that were trained where it does not fit."""
+    every = "" if "full_attention_interval" in config else (
+        "it knows intervals alone, and the kept layers are not N-1, 2N-1, ..: convert with --keep-softmax every:4:3"
+    )  # fmt: skip
+    D, Dv = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    sizes = "" if Dv == D and D in (16, 32, 64, 128) else f"on a GPU not with heads of {D} and {Dv}"
+    old = "a version before kept layers could be anywhere (pull request 28208) computes others" if every else ""
+    return (
+        Engine("transformers", True, "5.24 and later"),
+        Engine("vLLM", True, "0.32 and later"),
+        Engine("SGLang", not every, every),
+        Engine("MLX", not every, every),
+        Engine("llama.cpp", True, "; ".join(filter(None, (old, sizes)))),
+    )
+
+
+def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
+    """Norms: MLX normalises all heads together, whatever the groups."""
+    groups, rope = config["mamba_n_groups"], config["rope_parameters"].get("rope_type", "default")
+    scaled = "" if rope == "default" else f"it drops the {rope} scaling of the rotary embedding"
+    mlx = [f"it normalises the {groups} groups of a linear layer together"] if groups > 1 else []
+    mlx += [scaled] if scaled else []
+    inner = config["mamba_n_heads"] * config["mamba_d_head"]
+    cpp = f"it insists on an inner size of twice the hidden size, and this one is {inner}"
+    return (
+        Engine("transformers", True, "5.24 and later"),
+        Engine("vLLM", True, "0.32 and later"),
+        Engine("SGLang", not scaled, scaled),
+        Engine("MLX", not mlx, "; ".join(mlx)),
+        Engine("llama.cpp", False, cpp),
+    )
+
+
+def compared(model: Any, folder: Path, form: str, config: dict[str, Any], rows: list[Tensor]) -> dict[str, float]:
+    """How far engines that are installed and take the model in `folder` are from transformers' `model` of it, in fp32,
+    on `rows` of tokens: the largest difference over the largest logit, in one pass and token by token."""
+    takes = {engine.name for engine in engines_for(form, config) if engine.takes}
+    if "MLX" not in takes or importlib.util.find_spec("mlx_lm") is None:
+        return {}
+    worst = 0.0
+    for row in rows:
+        want = model(input_ids=row[None], use_cache=False).logits[0]
+        for logits in mlx_logits(folder, row):
+            worst = max(worst, float((logits - want).abs().max() / want.abs().max()))
+    return {"MLX": worst}
+
+
+def mlx_logits(folder: Path, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [T,V] of a row [T] by mlx-lm in fp32: in one pass, and with the second half token by token."""
+    import mlx.core as mx
+    import numpy as np
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder)
+    model.set_dtype(mx.float32)
+
+    def tensor(logits: Any) -> Tensor:
+        return torch.from_numpy(np.array(logits)[0].copy())
+
+    ids, half = mx.array(row[None].numpy()), len(row) // 2
+    whole, cache = tensor(model(ids)), make_prompt_cache(model)
+    parts = [tensor(model(ids[:, :half], cache=cache))]
+    parts += [tensor(model(ids[:, place : place + 1], cache=cache)) for place in range(half, len(row))]
+    return whole, torch.cat(parts)

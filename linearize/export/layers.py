@@ -1,0 +1,93 @@
+"""What formats ask of a converted model: its layers by number, and their weights under short names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..terminal.output import layers_named
+
+
+def linear_layers(config: Any) -> dict[int, dict[str, Any]]:
+    """What the plan says of each converted layer, by its number."""
+    return {layer["site"]["layer"]: layer for layer in config.linearize["layers"]}
+
+
+def grouped(found: Iterable[tuple[str, int]]) -> list[str]:
+    """Reasons, each with its layers: `layers 0-2: softmax over a window`."""
+    reasons: dict[str, list[int]] = {}
+    for reason, layer in found:
+        reasons.setdefault(reason, []).append(layer)
+    return [f"{layers_named(layers)}: {reason}" for reason, layers in reasons.items()]
+
+
+def layer_obstacles(config: Any, mechanism: str, options: dict[str, Any], ask: str) -> list[str]:
+    """Why linear layers are not those of a format, which holds `mechanism` with `options`; `ask` makes them."""
+    found = []
+    for number, layer in linear_layers(config).items():
+        name, site, own = layer["mechanism"], layer["site"], layer["options"]
+        wrong = [f"{option}={own.get(option)}" for option, value in options.items() if own.get(option) != value]
+        if name == "window":
+            found.append((f"softmax over a window of {own['window']} tokens, which the format does not know", number))
+        elif name != mechanism:
+            found.append((f"{name}, and the format holds {mechanism} alone (convert with {ask})", number))
+        elif wrong:
+            found.append((f"{mechanism} with {', '.join(wrong)} (convert with {ask})", number))
+        if own.get("window") and name != "window":
+            found.append((f"a window of {own['window']} tokens beside {name}", number))
+        if site["softmax_groups"]:
+            found.append((f"key heads {[*site['softmax_groups']]} keep softmax", number))
+    return grouped(found)
+
+
+def common_obstacles(text: Any) -> list[str]:
+    """What of the source's config no format here has."""
+    found = []
+    if text.hidden_act not in ("silu", "swish"):
+        found.append(f"its MLP has {text.hidden_act}, the format has silu")
+    sliding = [n for n, kind in enumerate(getattr(text, "layer_types", None) or []) if kind == "sliding_attention"]
+    if getattr(text, "sliding_window", None) and (sliding or getattr(text, "layer_types", None) is None):
+        found.append(f"softmax slides over {text.sliding_window} tokens")
+    return found
+
+
+def head_dim(text: Any) -> int:
+    """D, also of configs that do not say it."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def repeated(weight: Tensor, heads: int, groups: int) -> Tensor:
+    """A key head's rows [groups * D, ..] for each of its query heads: [heads * D, ..]."""
+    return weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0).flatten(0, 1)
+
+
+def taps_of(weights: dict[str, Tensor], prefix: str, roles: Iterable[str], heads: int) -> Tensor:
+    """The convolution over the channels of all heads, one role behind the other: [channels,1,4]; without one, the
+    identity, the kernel (0, 0, 0, 1)."""
+    parts = []
+    for role in roles:
+        taps = weights[f"{prefix}{role}_taps"]
+        full = torch.nn.functional.pad(taps, (4 - taps.shape[-1], 0))
+        parts.append(full.repeat_interleave(heads // full.shape[0], 0).flatten(0, 1))
+    return torch.cat(parts)[:, None]
+
+
+def moved(weights: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    """Weights under new names."""
+    return {new: weights[old] for old, new in names.items()}
+
+
+def rope_of(text: Any) -> dict[str, Any]:
+    """The rotary embedding as transformers writes it."""
+    return dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+
+
+def tokens_of(text: Any) -> dict[str, Any]:
+    """Special tokens and sizes that every config has."""
+    sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    numbers = "max_position_embeddings rms_norm_eps initializer_range"
+    tokens = "bos_token_id eos_token_id pad_token_id tie_word_embeddings"
+    return {name: getattr(text, name, None) for name in f"{sizes} {numbers} {tokens}".split()}

@@ -1,0 +1,199 @@
+"""`linearize export --as`: a converted model in a format that engines know, without code of its own.
+
+A format says which layers it holds (`obstacles`), what its config is, and how weights fold into it. This file asks it,
+writes the folder, and proves that transformers' own class computes the same logits from it, all tokens at once and one
+by one; then it says which engines take the result.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.atomic import check_output, output_folder
+from ..checkpoint.carried import carried_files, is_read
+from ..checkpoint.manifest import is_linearized
+from ..checkpoint.provenance import behind, check_code, open_config
+from ..checkpoint.source import open_source
+from ..convert import separate
+from ..errors import Exit, LinearizeError, did_you_mean
+from ..train.save import load_converted
+from ..verify.limits import NATIVE
+from . import granitemoehybrid, qwen3_5
+from .engines import Engine, compared, engines_for
+from .to_onnx import proof_rows, silent
+
+# The largest shard that is written.
+SHARD = 5 * 10**9
+
+
+class Format(NamedTuple):
+    """A format: the model types of the sources that it holds, and the functions of its file."""
+
+    name: str
+    sources: tuple[str, ...]
+    # (config of the converted model) -> why it does not fit, each reason with its layers.
+    obstacles: Callable[[Any], list[str]]
+    # (config of the converted model) -> the config that is written, as JSON.
+    config: Callable[[Any], dict[str, Any]]
+    # (config, weights of the converted model in fp32) -> weights in fp32 under the format's names.
+    fold: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
+    # Ends of the names of tensors that stay fp32: decays, norms and their biases.
+    precise: tuple[str, ...]
+
+
+FILES = {"qwen3_5": qwen3_5, "granitemoehybrid": granitemoehybrid}
+FORMATS = {
+    name: Format(name, file.SOURCES, file.obstacles, file.config_of, file.fold, file.PRECISE)
+    for name, file in FILES.items()
+}
+CHOICES = (*FORMATS, "auto")
+
+
+class Exported(NamedTuple):
+    """The folder that was written, in which format; how far the engines that ran are from transformers; and which
+    engines take it."""
+
+    folder: Path
+    form: str
+    differences: dict[str, float]
+    engines: tuple[Engine, ...]
+
+
+def export_native(
+    model: str, form: str, output: Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Exported:
+    """Write a converted model of a folder or the Hub, and its tokenizer, into a new folder as engines know it.
+
+    Raises LinearizeError: 2 for an unknown format and where `output` is in the way, 3 for a model that the format does
+    not hold, naming what is not exact, 4 for disk and memory, 5 for the Hub, 6 where it computes something else.
+    """
+    if form not in CHOICES:
+        raise LinearizeError(f"--as {form}: choose {', '.join(CHOICES)}.{did_you_mean(form, CHOICES)}")
+    source = open_source(model, revision)
+    if not is_linearized(source.folder):
+        raise LinearizeError(f"{model} is not linearized. Engines take it as it is", Exit.INCOMPATIBLE)
+    if not separate(source.folder, output):
+        raise LinearizeError(f"{output} and the model {source.folder} must be separate folders. Choose another -o")
+    check_output(output, overwrite=False)
+    plan = check_code(source.folder, trust_remote_code)
+    version = behind(source.folder, plan)
+    if version is not None:
+        way = f"Bring it to this version first: linearize upgrade {model}"
+        raise LinearizeError(f"{model} has the code of linearize {version}. {way}", Exit.INCOMPATIBLE)
+    config = open_config(source.folder)
+    chosen = choose(form, config, model)
+    carried = [path for path in carried_files(source.folder) if path.parent == source.folder and is_read(path)]
+    loaded = load_converted(source.folder, torch.float32, trust_remote_code).eval()
+    # A tied head has the same storage; formats that tie leave it out.
+    weights = {name: tensor.detach() for name, tensor in loaded.state_dict().items()}
+    with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
+        written, tensors = chosen.config(config), chosen.fold(config, weights)
+        (work / "config.json").write_text(json.dumps(written, indent=2) + "\n", "utf-8")
+        rows = proof_rows(config.get_text_config())
+        expected = [loaded(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        prove(work, tensors, rows, expected)
+        del loaded, weights
+        save(work, tensors, plan.dtype, chosen.precise)
+        for path in carried:
+            shutil.copyfile(path, work / path.name)
+        differences = compared(reloaded(work), work, chosen.name, written, rows)
+        wrong = {name: found for name, found in differences.items() if not found <= NATIVE}
+        if wrong:
+            name, found = next(iter(wrong.items()))
+            raise LinearizeError(
+                f"{name} computes other logits from the result than transformers: {found:.1e} of the largest, at most "
+                f"{NATIVE:.0e} was expected. Nothing was written",
+                Exit.CHECK_FAILED,
+            )
+    return Exported(output, chosen.name, differences, engines_for(chosen.name, written))
+
+
+def choose(form: str, config: Any, name: str) -> Format:
+    """The format for a model. Raises LinearizeError (exit 3), naming all that is not exact, where it does not fit."""
+    kind = config.get_text_config().model_type
+    fitting = [one for one in FORMATS.values() if kind in one.sources]
+    if form == "auto" and not fitting:
+        known = "; ".join(f"{one.name} holds {', '.join(one.sources)}" for one in FORMATS.values())
+        message = f"{name} is a {kind}, and no format holds its softmax layers exactly: {known}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    chosen = fitting[0] if form == "auto" else FORMATS[form]
+    found = chosen.obstacles(config)
+    if kind not in chosen.sources:
+        other = f". For this one: --as {fitting[0].name}" if fitting else ""
+        found.insert(0, f"it holds softmax layers of {', '.join(chosen.sources)} alone, and this is a {kind}{other}")
+    if found:
+        raise LinearizeError(f"{name} is not exact as {chosen.name}: {'; '.join(found)}", Exit.INCOMPATIBLE)
+    return chosen
+
+
+def save(folder: Path, tensors: dict[str, Tensor], dtype: str, precise: tuple[str, ...]) -> None:
+    """Write the weights as safetensors in the model's dtype, and those that lose by it in fp32."""
+    from huggingface_hub import save_torch_state_dict
+
+    kind = getattr(torch, dtype)
+    stored = {n: x.contiguous() if n.endswith(precise) else x.to(kind).contiguous() for n, x in tensors.items()}
+    save_torch_state_dict(stored, folder, max_shard_size=SHARD, metadata={"format": "pt"})
+
+
+def reloaded(folder: Path) -> Any:
+    """What transformers loads from a folder, in fp32. Raises LinearizeError (exit 6) for missing or unknown weights."""
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    wrong = [str(name) for names in found.values() for name in names]
+    if wrong:
+        message = f"transformers does not load what was written: {', '.join(wrong[:3])}. Nothing was written"
+        raise LinearizeError(message, Exit.CHECK_FAILED)
+    return model.eval()
+
+
+def prove(folder: Path, tensors: dict[str, Tensor], rows: list[Tensor], expected: list[Tensor]) -> None:
+    """Compare transformers' own class on the folded weights, in fp32, with the converted model: rows in one pass, and
+    rows of which half comes token by token.
+
+    Raises LinearizeError (exit 6) for missing or unknown weights, and for other logits than `expected`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    found = model.load_state_dict(tensors, strict=False)
+    tied = {*(model.all_tied_weights_keys or {})} if hasattr(model, "all_tied_weights_keys") else set()
+    missing = [name for name in found.missing_keys if name not in tied]
+    model.tie_weights()
+    if missing or found.unexpected_keys:
+        what = ", ".join([*missing, *found.unexpected_keys][:3])
+        message = f"weights do not fit {type(model).__name__}: {what}. Nothing was written"
+        raise LinearizeError(message, Exit.CHECK_FAILED)
+    for row, want in zip(rows, expected, strict=True):
+        for what, logits in {"in one pass": one_pass(model, row), "step by step": stepped(model, row)}.items():
+            difference = float((logits - want).abs().max() / want.abs().max())
+            if not difference <= NATIVE:
+                raise LinearizeError(
+                    f"{type(model).__name__} computes other logits {what} than the model: {difference:.1e} of the "
+                    f"largest, at most {NATIVE:.0e} was expected. Nothing was written",
+                    Exit.CHECK_FAILED,
+                )
+
+
+def one_pass(model: Any, row: Tensor) -> Tensor:
+    """Logits [T,V] of a row [T]."""
+    logits: Tensor = model(input_ids=row[None], use_cache=False).logits[0]
+    return logits
+
+
+def stepped(model: Any, row: Tensor) -> Tensor:
+    """Logits [T,V] of a row [T], of which the second half comes token by token."""
+    half = len(row) // 2
+    out = model(input_ids=row[None, :half], use_cache=True)
+    parts, cache = [out.logits[0]], out.past_key_values
+    for place in range(half, len(row)):
+        out = model(input_ids=row[None, place : place + 1], past_key_values=cache, use_cache=True)
+        parts, cache = [*parts, out.logits[0]], out.past_key_values
+    return torch.cat(parts)

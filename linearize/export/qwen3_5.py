@@ -1,0 +1,124 @@
+"""The format of Qwen3.5's text models (`Qwen3_5ForCausalLM`): gdn with native=true beside softmax layers of Qwen3.
+
+A softmax layer of Qwen3.5 has a gate on its output. With gate rows of zero it is sigmoid(0) = 1/2 for every token, and
+an output projection times 2 undoes it without rounding. Norms store w - 1. The rotary embedding turns all channels: a
+partial factor of 1, and sections that add up to D/2, which mean nothing where all three positions of a token are equal.
+
+A linear layer keeps the projections; key heads are written for each query head. HeadNorm's weight of each head folds
+into the output projection, since the swish gate behind it works on each channel alone; the format's own weight, which
+heads share, is 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layers import common_obstacles, head_dim, layer_obstacles, linear_layers, repeated, rope_of, taps_of, tokens_of
+
+SOURCES = ("qwen3",)
+PRECISE = ("A_log", "dt_bias", "norm.weight", "layernorm.weight")
+ASK = "--to gdn --set native=true"
+
+
+def obstacles(config: Any) -> list[str]:
+    """Why a converted model is not exact in this format."""
+    text = config.get_text_config()
+    found = layer_obstacles(config, "gdn", {"native": True}, ASK) + common_obstacles(text)
+    if getattr(text, "attention_bias", False):
+        found.append("biases of q, k and v (attention_bias): vLLM and SGLang do not read them")
+    if text.rms_norm_eps != 1e-6:
+        found.append(f"rms_norm_eps={text.rms_norm_eps}: gdn's norm adds 1e-6, and the format has one number for all")
+    return found
+
+
+def interval(config: Any) -> int | None:
+    """N where layers N-1, 2N-1, .. and no others keep softmax; None for other placements."""
+    count, linear = config.get_text_config().num_hidden_layers, linear_layers(config)
+    kept = [n for n in range(count) if n not in linear]
+    fits = [N for N in range(2, count + 1) if kept == list(range(N - 1, count, N))]
+    return fits[0] if fits else None
+
+
+def config_of(config: Any) -> dict[str, Any]:
+    """config.json: a text model alone, in the form of the whole family, which MLX asks for; transformers and vLLM read
+    `text_config`. Sections of the rotary embedding have to be named, or theirs are for a head dim of 256 * 1/4."""
+    text, linear = config.get_text_config(), linear_layers(config)
+    D, heads, every = head_dim(text), text.num_attention_heads, interval(config)
+    site = next(iter(linear.values()))["site"]
+    third = D // 6
+    sections = [D // 2 - 2 * third, third, third]
+    turned = {"partial_rotary_factor": 1.0, "mrope_section": sections, "mrope_interleaved": True}
+    part = {
+        **tokens_of(text),
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "head_dim": D,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": D,
+        "linear_value_head_dim": site["value_dim"],
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "layer_types": ["linear_attention" if n in linear else "full_attention" for n in range(text.num_hidden_layers)],
+        "rope_parameters": {**rope_of(text), **turned},
+        "mamba_ssm_dtype": "float32",
+        "dtype": str(text.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    if every is not None:
+        part["full_attention_interval"] = every
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype")
+    whole = {name: part[name] for name in names}
+    return {**whole, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5", "text_config": part}
+
+
+def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the converted model in fp32 under the format's names."""
+    text, linear, out = config.get_text_config(), linear_layers(config), {}
+    H, Hkv = text.num_attention_heads, text.num_key_value_heads
+    for number in range(text.num_hidden_layers):
+        here = f"model.layers.{number}."
+        own = {name.removeprefix(here): x for name, x in weights.items() if name.startswith(here)}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{here}{name}.weight"] = own[f"{name}.weight"] - 1.0
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            out[f"{here}mlp.{name}.weight"] = own[f"mlp.{name}.weight"]
+        q, k, v, o = (own[f"self_attn.{x}_proj.weight"] for x in "qkvo")
+        if number not in linear:
+            gated = torch.stack([q.unflatten(0, (H, -1)), torch.zeros_like(q).unflatten(0, (H, -1))], 1)
+            out |= {
+                f"{here}self_attn.q_proj.weight": gated.flatten(0, 2),  # [q; gate] of each head
+                f"{here}self_attn.k_proj.weight": k,
+                f"{here}self_attn.v_proj.weight": v,
+                f"{here}self_attn.o_proj.weight": 2.0 * o,
+                f"{here}self_attn.q_norm.weight": own["self_attn.q_norm.weight"] - 1.0,
+                f"{here}self_attn.k_norm.weight": own["self_attn.k_norm.weight"] - 1.0,
+            }
+            continue
+        mixer = {name.removeprefix("self_attn.mixer."): x for name, x in own.items() if ".mixer." in name}
+        taps = linear[number]["options"]["taps"]
+        if taps == 1:  # the identity
+            D, Dv = (linear[number]["site"][f"{x}_dim"] for x in ("key", "value"))
+            sizes = {"query": (H, D), "key": (Hkv, D), "value": (Hkv, Dv)}
+            mixer |= {f"{role}_taps": torch.ones(*size, 1) for role, size in sizes.items()}
+        there = f"{here}linear_attn."
+        out |= {
+            f"{there}in_proj_qkv.weight": torch.cat([q, repeated(k, H, Hkv), repeated(v, H, Hkv)]),
+            f"{there}conv1d.weight": taps_of(mixer, "", ("query", "key", "value"), H),
+            f"{there}in_proj_z.weight": mixer["output_gate.weight"],
+            f"{there}in_proj_b.weight": mixer["strength.weight"],
+            f"{there}in_proj_a.weight": mixer["decay.weight"],
+            f"{there}dt_bias": mixer["decay.bias"],
+            f"{there}A_log": mixer["A_log"],
+            f"{there}norm.weight": torch.ones(mixer["norm.weight"].shape[1]),
+            f"{there}out_proj.weight": o * mixer["norm.weight"].flatten(),
+        }
+    out["model.norm.weight"] = weights["model.norm.weight"] - 1.0
+    out["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    if not text.tie_word_embeddings:
+        out["lm_head.weight"] = weights["lm_head.weight"]
+    return out
