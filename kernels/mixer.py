@@ -536,13 +536,15 @@ def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | in
     def made() -> Tensor:
         if padding is None:
             device = segments.device if segments is not None else seen.device if isinstance(seen, Tensor) else None
-            index = torch.arange(T, device=device).expand(B, T)
+            index = earlier = torch.arange(T, device=device).expand(B, T)
         else:
-            index = padding.long().cumsum(1) - 1
+            real = padding.long()
+            index = real.cumsum(1) - 1
+            earlier = index + 1 - real  # real tokens before each: a document may begin with padding
         if segments is not None:
             starts = torch.ones_like(segments, dtype=torch.bool)
             starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-            index = index - torch.where(starts, index, 0).cummax(1).values
+            index = index - torch.where(starts, earlier, 0).cummax(1).values
         before = seen[:, None] if isinstance(seen, Tensor) else seen
         if segments is None or (isinstance(seen, int) and seen == 0):
             return index + before
