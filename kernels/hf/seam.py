@@ -13,6 +13,7 @@ itself: with the plain backend's name nothing of this file runs, and the model i
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,10 @@ TRAINED = "linearize_trained"
 NO_TEACHER = (
     "teacher(): training changed the source's weights in this model, so softmax on them is not the model that it was "
     "converted from. To compare with that one, load it: the folder's README.md names it"
+)
+ROUNDED = (
+    "{0}() rounds decays and the biases of gates, too. To keep them in float32, call to(torch.{1}), or load the model "
+    "with dtype=torch.{1}"
 )
 NO_PAGES = (
     "generate_batch and continuous batching keep the keys and values of every token in pages; linear layers have a state "
@@ -295,12 +300,15 @@ def attach(
     Raises ValueError when the model lacks a module of the plan.
     """
     switch, position_hooks = Switch() if capture else None, PositionHooks()
+    precise: list[str] = []
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
         module = _module_of(model, site)
         mixer = mixer_at(mechanisms[layer["mechanism"]], site, layer["options"])
+        mixer.keep_in_fp32()
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
+        precise += [f"{re.escape(f'{_own_path(model, site.path)}.mixer.{name}')}$" for name in mixer.fp32_names()]
         mixer.switch = switch or getattr(module, "config", model.config)
         mixer.seam, mixer.position_hooks, mixer.prefix = seam, position_hooks, prefix_for(spec)
         options = ", ".join(f"{name}={value}" for name, value in sorted(layer["options"].items()))
@@ -318,6 +326,7 @@ def attach(
             capture(module)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *precise}
     parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         part.linearize_switch, part.linearize_position_hooks = switch, position_hooks
@@ -477,6 +486,26 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
             return backend
         register_backend(backend)
         return prefix_for(self.config.linearize) + backend
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As for any model, and what stays in fp32 (`Mixer.fp32_names`) keeps its digits when the dtype is narrower."""
+        kept = [mixer.get_parameter(name) for mixer in mixers_of(self).values() for name in mixer.fp32_names()]
+        before = [parameter.data for parameter in kept]
+        super().to(*args, **kwargs)
+        for parameter, value in zip(kept, before, strict=True):
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = value.to(parameter.device, torch.float32)
+        return self
+
+    def half(self, *args: Any) -> Any:
+        """Everything in float16, as some sharding needs it, with a warning of what `to(torch.float16)` would keep."""
+        warnings.warn(ROUNDED.format("half", "float16"), stacklevel=2)
+        return super().half(*args)
+
+    def bfloat16(self, *args: Any) -> Any:
+        """Everything in bfloat16, as `half`."""
+        warnings.warn(ROUNDED.format("bfloat16", "bfloat16"), stacklevel=2)
+        return super().bfloat16(*args)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         """It removes tokens that the model would not have written."""
