@@ -24,6 +24,7 @@ from .adopt import native_config
 from .carried import carried_files
 from .code import MODELING_FILE, SourceClasses, code_files
 from .known_code import known_files
+from .manifest import check_complete
 from .provenance import (
     check_code,
     check_mixers,
@@ -65,6 +66,7 @@ def plan_converted(
             Exit.INCOMPATIBLE,
         )
     if weights:
+        check_complete(folder)
         check_mixers(folder, old)
     try:
         head = natives_of(old).head

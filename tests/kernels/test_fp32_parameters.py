@@ -85,7 +85,7 @@ def value(folder: Path, name: str) -> Tensor:
     """A tensor of a folder."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            if name in file.keys():
+            if name in set(file.keys()):
                 return file.get_tensor(name)
     raise KeyError(name)
 
@@ -139,7 +139,8 @@ def test_models_in_every_dtype_compute(folders: dict[str, Path], case: str) -> N
 def test_half_says_what_it_rounds(folders: dict[str, Path], case: str) -> None:
     for call, dtype in (("half", torch.float16), ("bfloat16", BF16)):
         model = load(folders[case], torch.float32)
-        with pytest.warns(UserWarning, match=rf"{call}\(\) rounds decays.*call to\(torch.{call.replace('half', 'float16')}"):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.warns(UserWarning, match=rf"{call}\(\) rounds decays.*call to\(torch.{name}"):
             getattr(model, call)()
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert logits(model, tokens(1, 9)).isfinite().all()
@@ -161,7 +162,7 @@ def test_gates_add_up_in_float32(folders: dict[str, Path]) -> None:
 @every_case
 def test_serving_takes_them(folders: dict[str, Path], case: str) -> None:
     """Layouts of states, and the part of a mixer that one of two processes has."""
-    mechanism, options, expected = CASES[case]
+    mechanism, _, expected = CASES[case]
     spec = json.loads((folders[case] / "config.json").read_text())["linearize"]
     layouts = state_layouts({mechanism: load_mechanism(mechanism)}, spec, BF16)
     assert {layout.bytes for layout in layouts.values()} != {0}
@@ -170,7 +171,7 @@ def test_serving_takes_them(folders: dict[str, Path], case: str) -> None:
     assert set(part.fp32_names()) == expected
     assert all(part.get_parameter(name).dtype == torch.float32 for name in expected)
     site = part.site
-    q, k, v = (torch.randn(1, 5, n, d, dtype=BF16) for n, d in ((site.heads, 8), (site.kv_heads, 8), (site.kv_heads, 8)))
+    q, k, v = (torch.randn(1, 5, n, 8, dtype=BF16) for n in (site.heads, site.kv_heads, site.kv_heads))
     o, _ = part(q, k, v, torch.randn(1, 5, site.hidden, dtype=BF16), token_layout(part, None))
     assert o.isfinite().all()
 
@@ -182,7 +183,7 @@ def test_training_keeps_their_digits(tmp_path: Path, narrow: bool) -> None:
     if narrow:
         shards = folder / "model-mixers.safetensors"
         with safe_open(shards, "pt") as file:
-            values = {name: file.get_tensor(name).to(BF16) for name in file.keys()}
+            values = {name: file.get_tensor(name).to(BF16) for name in read_header(shards)}
         header = {name: type(entry)("BF16", entry.shape) for name, entry in read_header(shards).items()}
         write_shard(shards, header, lambda name: [values[name]])
     train(make_recipe(tmp_path, folder, stage("attention_transfer", ["new"], steps=2)))
@@ -202,7 +203,7 @@ def test_layers_of_the_source_with_such_names_keep_their_dtype(tmp_path: Path) -
     plan = plan_conversion(str(tmp_path / "source"), "gdn", options={})
     convert(*plan, tmp_path / "linear", level="none", say=lambda text: None)
     model, native = load(tmp_path / "linear"), AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=BF16)
-    ours = {name for path, mixer in mixers_of(model).items() for name in (f"{path}.mixer.{n}" for n in mixer.fp32_names())}
+    ours = {f"{path}.mixer.{name}" for path, mixer in mixers_of(model).items() for name in mixer.fp32_names()}
     same = {name: p.dtype for name, p in native.named_parameters()}
     assert {name: p.dtype for name, p in model.named_parameters() if name in same} == same
     assert {model.get_parameter(name).dtype for name in ours} == {torch.float32}

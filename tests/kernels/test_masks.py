@@ -433,7 +433,7 @@ def test_bounds_count_through_all_rows(source: Path, tmp_path: Path) -> None:
     out = logits(model, ids, **by_bounds((7, 13, 20)))
     assert relative_error(out[:1], apart(model, ids[:1], (7, 13))) < EXACT
     assert relative_error(out[1:], logits(model, ids[1:])) < EXACT
-    with pytest.raises(ValueError, match="must end at 40 for 2 rows of 20 tokens.* It ends at 20"):
+    with pytest.raises(ValueError, match=r"must end at 40 for 2 rows of 20 tokens.* It ends at 20"):
         logits(model, ids, **by_bounds((7, 13)))
     with pytest.raises(ValueError, match=r"seq_idx \[1, 12\] must be \[2,20\]"):
         logits(model, ids, **by_numbers((5, 7)))
