@@ -26,7 +26,10 @@ class DecayLinear(GateLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..,in] -> [..,out], in fp32 (fp64 stays) where there is a bias."""
-        product = F.linear(x, self.weight)
+        return self.with_bias(F.linear(x, self.weight))
+
+    def with_bias(self, product: Tensor) -> Tensor:
+        """W x + b from W x: a server makes one product of several maps."""
         if self.bias is None:
             return product
         wide = torch.promote_types(product.dtype, torch.float32)

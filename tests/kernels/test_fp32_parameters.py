@@ -20,7 +20,7 @@ from linearize.checkpoint.source import read_header
 from linearize.convert import convert, plan_conversion
 from linearize.plan.mechanisms import load_mechanism
 from linearize.serve.shards import shard
-from linearize.serve.states import state_layouts, token_layout
+from linearize.serve.states import layout_class, state_layouts
 from linearize_kernels.hf.seam import mixers_of
 
 # Mechanism and options -> what stays in float32.
@@ -172,7 +172,7 @@ def test_serving_takes_them(folders: dict[str, Path], case: str) -> None:
     assert all(part.get_parameter(name).dtype == torch.float32 for name in expected)
     site = part.site
     q, k, v = (torch.randn(1, 5, n, 8, dtype=BF16) for n in (site.heads, site.kv_heads, site.kv_heads))
-    o, _ = part(q, k, v, torch.randn(1, 5, site.hidden, dtype=BF16), token_layout(part, None))
+    o, _ = part(q, k, v, torch.randn(1, 5, site.hidden, dtype=BF16), layout_class(part)())
     assert o.isfinite().all()
 
 
