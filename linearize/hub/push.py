@@ -75,13 +75,14 @@ def plan_push(
     Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write and for a link to a file
     elsewhere, 6 for one that does not verify, whose card cannot be shown, or that holds an access token.
     """
-    from ..checkpoint.manifest import read_plan
+    from ..checkpoint.manifest import check_complete, read_plan
     from ..checkpoint.provenance import check_code
     from ..verify.reload import check_keys
 
     check_name(repo)
     with progress("push: checking the folder", LISTED + 1) as advance:
         plan = read_plan(folder)
+        check_complete(folder, code=Exit.CHECK_FAILED)
         check_code(folder, trust_remote_code)
         upload = listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
         advance(LISTED)

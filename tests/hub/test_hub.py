@@ -471,6 +471,7 @@ def index_elsewhere(folder: Path) -> None:
         (link_as_weights, Exit.INCOMPATIBLE, "secret.safetensors"),
         (index_elsewhere, Exit.INCOMPATIBLE, "'/etc/passwd' leaves the folder"),
         (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, f"lacks {MIXER_SHARD}"),
+        (lambda f: (f / "config.json").unlink(), Exit.CHECK_FAILED, "lacks config.json"),
         pytest.param(spoil_mixers, Exit.CHECK_FAILED, "verification failed", marks=pytest.mark.slow),
         (lead_out, Exit.INCOMPATIBLE, "generation_config.json is a link to /etc/hostname, outside of"),
         (lambda f: (f / "README.md").write_text("---\nbase_model: a b\n---\n"), Exit.CHECK_FAILED, "'a b'"),
