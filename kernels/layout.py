@@ -185,8 +185,8 @@ def token_layout(
     """Padding [B,T] bool (None: all real) and document numbers [B,T] int64 (None: one document a row).
 
     `seen` is how many tokens a cache holds already (None: no cache); `kwargs` are those of the attention function.
-    Documents follow `cu_seq_lens_q` (B=1), else the restarts of `position_ids`. With a 2D mask or a cache those
-    restarts mean nothing and transformers ignores them; a 4D mask may come from packing or from padding. One that the
+    Documents follow what names them (`named_documents`), else the restarts of `position_ids`. With a 2D mask or a cache
+    those restarts mean nothing and transformers ignores them; a 4D mask may come from packing or from padding. One that the
     caller made (`kwargs["own_mask"]`) is all that counts, as for softmax; `read_mask` says which there can be.
     Raises ValueError for a 2D mask of another length (`check_columns`).
     """
@@ -197,15 +197,50 @@ def token_layout(
         return once(given, ("own mask", B, T, *told), lambda: read_mask(given, (B, T), *told))
     check_columns(mask, T, seen)
     padding = None if mask is None or hasattr(mask, "hides_none") else token_padding(mask, B, T, seen or 0)
-    cu, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-    if cu is not None and B == 1:
-        index = torch.arange(T, device=cu.device)
-        return padding, torch.bucketize(index, cu[1:].to(index.dtype), right=True)[None]
+    documents, positions = named_documents(kwargs, shape), kwargs.get("position_ids")
+    if documents is not None:
+        return padding, documents
     masked = mask is not None and mask.ndim == 2
     if positions is None or positions.ndim != 2 or masked or seen is not None or T == 1:
         return padding, None
     alone = positions if padding is None else None
     return padding, once(alone, ("documents", B, T), lambda: document_numbers(positions, padding).expand(B, T))
+
+
+def named_documents(kwargs: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    """Document numbers [B,T] int64 by what names the documents of a call; None where nothing does.
+
+    `cu_seq_lens_q` [documents+1] has their bounds among the B*T tokens, row after row; what lies behind the last bound
+    is one document more. `seq_idx` [B or 1,T] has a number for each token, and another number begins a document.
+    Raises ValueError for bounds of another number of rows, and for a `seq_idx` of another length.
+    """
+    B, T = shape
+    cu, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if cu is not None:
+        if B > 1:  # flash attention puts the rows one behind the other, too
+            message = (
+                f"cu_seq_lens_q must end at {B * T} for {B} rows of {T} tokens: its bounds count through all rows. Put "
+                "the documents into one row, or pass position_ids that restart with each document"
+            )
+            if is_tracing(cu):
+                torch._assert_async(cu[-1] == B * T, message)
+            elif once(cu, ("end", B, T), lambda: int(cu[-1]) != B * T):
+                raise ValueError(f"{message}. It ends at {int(cu[-1])}")
+
+        def counted() -> Tensor:
+            index = torch.arange(B * T, device=cu.device)
+            return torch.bucketize(index, cu[1:].to(index.dtype), right=True).view(B, T)
+
+        return once(cu, ("documents", B, T), counted)
+    if numbers is None:
+        return None
+    if numbers.ndim != 2 or numbers.shape[0] not in (1, B) or numbers.shape[1] != T:
+        raise ValueError(f"seq_idx {[*numbers.shape]} must be [{B},{T}]: the number of each token's document")
+
+    def numbered() -> Tensor:
+        return F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0)).long().cumsum(1).expand(B, T)
+
+    return once(numbers, ("documents", B, T), numbered)
 
 
 def call_geometry(mixer: Any, x: Tensor, bound: dict[str, Any]) -> Geometry:

@@ -113,6 +113,9 @@ class Mixer(nn.Module):
     geometric: ClassVar[bool] = False
     # Whether it needs as many keys as queries.
     square: ClassVar[bool] = True
+    # Parameters that stay in fp32 in a narrower model: rounded in each round of training, decays drift. A part of a mixer
+    # may have such, too.
+    in_fp32: ClassVar[tuple[str, ...]] = ()
     # Whether it updates its rows of a pool of states in place. Else its caller copies the rows out, and back after it.
     pools: ClassVar[bool] = False
     mix_with_mass: Callable[..., tuple[Tensor, Tensor, Any]]
@@ -194,6 +197,22 @@ class Mixer(nn.Module):
         self.reductions: dict[str, Any] = {}
         # The listener that gets the teacher's and the student's output during attention transfer.
         self.transfer: Any = None
+
+    def fp32_names(self) -> list[str]:
+        """Names of the parameters that stay in fp32, by `in_fp32` of the parts."""
+        return [
+            f"{path}.{name}".removeprefix(".")
+            for path, part in self.named_modules()
+            for name in getattr(part, "in_fp32", ())
+            if getattr(part, name, None) is not None
+        ]
+
+    def keep_in_fp32(self) -> None:
+        """Make those parameters fp32 where they have a narrower dtype."""
+        for name in self.fp32_names():
+            parameter = self.get_parameter(name)
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves behind what belongs to one call, which an interrupted forward may have left."""
@@ -371,8 +390,9 @@ class Mixer(nn.Module):
         A subclass writes its own and those of torch's layers, and calls this for those of its other parts.
         """
         for part in self.children():
-            if not type(part).__module__.startswith("torch."):
-                part.reset_parameters()  # type: ignore[operator]
+            own = getattr(type(part), "reset_parameters", None)
+            if own is not None and not own.__module__.startswith("torch."):  # torch's would overwrite loaded weights
+                own(part)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         """Bytes of decode state per sequence after `tokens` tokens, activations having `item` bytes.
@@ -553,13 +573,15 @@ def positions(padding: Tensor | None, segments: Tensor | None, seen: Tensor | in
     def made() -> Tensor:
         if padding is None:
             device = segments.device if segments is not None else seen.device if isinstance(seen, Tensor) else None
-            index = torch.arange(T, device=device).expand(B, T)
+            index = earlier = torch.arange(T, device=device).expand(B, T)
         else:
-            index = padding.long().cumsum(1) - 1
+            real = padding.long()
+            index = real.cumsum(1) - 1
+            earlier = index + 1 - real  # real tokens before each: a document may begin with padding
         if segments is not None:
             starts = torch.ones_like(segments, dtype=torch.bool)
             starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-            index = index - torch.where(starts, index, 0).cummax(1).values
+            index = index - torch.where(starts, earlier, 0).cummax(1).values
         before = seen[:, None] if isinstance(seen, Tensor) else seen
         if segments is None or (isinstance(seen, int) and seen == 0):
             return index + before

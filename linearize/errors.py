@@ -69,13 +69,17 @@ def near_path(path: Path, pattern: str = "*") -> str:
 
     The folder is that of `path`: its last name alone would be looked for somewhere else.
     """
-    near = nearest(path.name, (other.name for other in path.parent.glob(pattern)))
+    names = {other.name for other in path.parent.glob(pattern)} - {path.name}  # itself: a link to nothing
+    near = nearest(path.name, sorted(names))
     return f" Did you mean {str(path.with_name(near))!r}?" if near else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name of `known` that is most like `name`, or None when nothing is near."""
     written = {one.lower(): one for one in known}
+    begun = [one for one in written if name and one.startswith(name.lower())]
+    if begun:  # a100 is no mistyped h100, but the beginning of a100-80g
+        return written[min(begun, key=len)]
     near = difflib.get_close_matches(name.lower(), written, n=1, cutoff=0.6)
     return written[near[0]] if near else None
 
@@ -83,6 +87,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def absent(path: Path, what: str = "no such file", then: str = "") -> LinearizeError:
     """The error (exit 2) for a file or folder that is not there; it names the nearest one beside it."""
     rest = f"{near_path(path)} {then}".rstrip()
+    if path.is_symlink():
+        rest = f" It is a link to {os.path.realpath(path)}, which is not there.{rest}"
     return LinearizeError(f"{what} {str(path)!r}" + (f".{rest}" if rest else ""))
 
 
@@ -201,4 +207,6 @@ def resource_error(error: BaseException) -> LinearizeError | None:
 
 def _reason(refused: OSError) -> str:
     message = "no space left on the disk" if refused.errno in FULL else refused.strerror or str(refused)
+    if refused.errno == errno.EFBIG:
+        message = "the file is larger than the disk's file system, or the limit of ulimit -f, allows"
     return f"{message} ({refused.filename})" if refused.filename else message

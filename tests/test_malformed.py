@@ -398,7 +398,7 @@ def test_a_config_that_its_class_refuses_is_named_where_softmax_is_restored(
 def test_upgrade_names_code_that_does_not_run(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child's error is part of the message; of the result, which runs, nothing is left."""
 
-    def reloaded(folder: Path, layers: int) -> tuple[int, torch.Tensor, dict[str, Any]]:
+    def reloaded(folder: Path, layers: int, padded: bool = True) -> tuple[int, torch.Tensor, dict[str, Any]]:
         if folder.name == "ours":
             error = "a clean process cannot load it: AttributeError: no attribute 'GSA'"
             raise LinearizeError(f"verification failed: {error}{RESTORE}", Exit.CHECK_FAILED)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, check_shapes, to_gate_heads, use_kernels, wants_gradients
+from ..layers.gate_linear import DecayLinear
 from ..layers.norm import unit_rows
 from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
@@ -184,6 +185,7 @@ class GatedDeltaNet(Recurrent, Mixer):
         "half_life": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0),
         "write": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95),
     }
+    in_fp32 = ("A_log",)
     implied: ClassVar[dict[str, dict[str, Any]]] = {
         "native": {
             "state_heads": "query",
@@ -238,9 +240,9 @@ class GatedDeltaNet(Recurrent, Mixer):
         self.taps, self.feature_map, self.value_act = taps, feature_map, value_act
         self.write, self.gate_std = write, gate_std
 
-        self.decay = nn.Linear(site.hidden, self.state_count)
+        self.decay = DecayLinear(site.hidden, self.state_count)
         self.A_log = nn.Parameter(torch.empty(self.state_count))
-        self.strength = nn.Linear(site.hidden, self.state_count, bias=not native)
+        self.strength = DecayLinear(site.hidden, self.state_count, bias=not native)
         if taps > 1:
             self.short_conv = import_module("..layers.conv", __package__).short_conv
             self.query_taps = nn.Parameter(torch.empty(site.heads, site.key_dim, taps))

@@ -32,6 +32,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, check_shapes, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
+from ..layers.gate_linear import DecayLinear
 from ..layers.recurrent import Recurrent, outer_products
 from ..layers.rotary import Rope, settled
 from .launch import chunked_op, runs_on, pool_op, step_op
@@ -188,7 +189,7 @@ class GatedLinearAttention(Recurrent, Mixer):
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.damping, self.gate_std = damping, gate_std
         self.narrow = nn.Linear(site.hidden, gate_rank, bias=False)
-        self.forget = nn.Linear(gate_rank, self.state_count * self.key_dim)
+        self.forget = DecayLinear(gate_rank, self.state_count * self.key_dim)
         self.output_gate = output_gate_at(site, output_gate)
 
     @classmethod

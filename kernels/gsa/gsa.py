@@ -32,6 +32,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.gates import biases, log_decays
+from ..layers.gate_linear import DecayLinear
 from .launch import chunk_tables, chunked_op, pool_op, runs_on, step_op
 from .chunks import Read
 from .eager import (
@@ -200,6 +201,7 @@ class GatedSlotAttention(Mixer):
         "gate_rank": "rank of the map from hidden states to gates (0: full)",
     }
     # What the paper's Mistral-7B conversion code does (flash-linear-attention's GSA layer).
+    in_fp32 = ("forget_bias", "clock_strength")
     published = {
         "rope": False,
         "feature_map": "swish",
@@ -261,7 +263,7 @@ class GatedSlotAttention(Mixer):
         else:
             # One more weight for all tokens changes no mean.
             self.narrow = nn.Linear(site.hidden, gate_rank, bias=False) if gate_rank else None
-            self.forget = nn.Linear(gate_rank or site.hidden, self.gate_count * slots, bias=decay != "none")
+            self.forget = DecayLinear(gate_rank or site.hidden, self.gate_count * slots, bias=decay != "none")
         if clock:
             self.clock_strength = nn.Parameter(torch.empty(self.gate_count, clock))
         if norm != "none":

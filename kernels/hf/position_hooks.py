@@ -18,7 +18,7 @@ from torch import Tensor
 from ..layout import LAST, check_thread, is_own_mask, this_thread
 
 # Arguments that say where tokens and documents are.
-PLACE_NAMES = ("position_ids", "cu_seq_lens_q")
+PLACE_NAMES = ("position_ids", "cu_seq_lens_q", "seq_idx")
 
 
 class PositionHooks:

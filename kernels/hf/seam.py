@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,12 +35,13 @@ from ..layout import (
     check_thread,
     is_causal,
     is_own_mask,
+    named_documents,
     reduce_keys,
     shown,
     this_thread,
     watch_patches,
 )
-from ..mixer import Mixer, Site, mixer_at
+from ..mixer import Mixer, Site, mixer_at, positions
 from ..layers.rotary import Rotation, rotation_of
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
@@ -52,6 +54,10 @@ TRAINED = "linearize_trained"
 NO_TEACHER = (
     "teacher(): training changed the source's weights in this model, so softmax on them is not the model that it was "
     "converted from. To compare with that one, load it: the folder's README.md names it"
+)
+ROUNDED = (
+    "{0}() rounds decays and the biases of gates, too. To keep them in float32, call to(torch.{1}), or load the model "
+    "with dtype=torch.{1}"
 )
 NO_PAGES = (
     "generate_batch and continuous batching keep the keys and values of every token in pages; linear layers have a state "
@@ -308,12 +314,15 @@ def attach(
     Raises ValueError when the model lacks a module of the plan.
     """
     switch, position_hooks = Switch() if capture else None, PositionHooks()
+    precise: list[str] = []
     for layer in spec["layers"]:
         site = Site.from_dict(layer["site"])
         module = _module_of(model, site)
         mixer = mixer_at(mechanisms[layer["mechanism"]], site, layer["options"])
+        mixer.keep_in_fp32()
         if not any(p.is_meta for p in mixer.parameters()):
             mixer.reset_parameters()
+        precise += [f"{re.escape(f'{_own_path(model, site.path)}.mixer.{name}')}$" for name in mixer.fp32_names()]
         mixer.switch = switch or getattr(module, "config", model.config)
         mixer.seam, mixer.position_hooks, mixer.prefix = seam, position_hooks, prefix_for(spec)
         options = ", ".join(f"{name}={value}" for name, value in sorted(layer["options"].items()))
@@ -335,12 +344,14 @@ def attach(
             capture(module)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *precise}
     parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         part.linearize_switch, part.linearize_position_hooks = switch, position_hooks
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
         if makes_places(part):
-            part.register_forward_pre_hook(place_by_padding, with_kwargs=True)
+            part.linearize_grids = any(hasattr(module, "get_rope_index") for module in part.modules())
+            part.register_forward_pre_hook(place_tokens, with_kwargs=True)
         position_hooks.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
 
@@ -405,22 +416,21 @@ def rotates(model: Any) -> bool:
 
 
 def makes_places(part: Any) -> bool:
-    """Whether a model, or a model in it, that has causal mixers numbers its tokens along a line for a rotary embedding.
-
-    Models of images that number rows and columns as well (`get_rope_index`) read the padding mask for that themselves.
-    """
+    """Whether a model, or a model in it, that has causal mixers numbers its tokens for a rotary embedding."""
     names = inspect.signature(type(part).forward).parameters
-    grids = any(hasattr(module, "get_rope_index") for module in part.modules())
     causal = any(mixer.site.causal for mixer in mixers_of(part).values())
-    return causal and not grids and {"position_ids", "attention_mask"} <= {*names} and rotates(part)
+    return causal and {"position_ids", "attention_mask"} <= {*names} and rotates(part)
 
 
-def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of a decoder: number the real tokens of each row, or document of a 4D mask, from 0 where no position_ids
-    say otherwise, as generate() does.
+def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pre-hook of a decoder: number the real tokens of each row, or of each document, from 0 where no position_ids say
+    otherwise, as generate() does.
 
     Softmax sees rotated queries and keys through their distance alone. Feature maps and gates of channels see how far
-    each is rotated, so a row that padding shifts would compute something else.
+    each is rotated, so a row that padding shifts, or a document behind another, would compute something else.
+
+    Models of images that number rows and columns as well (`get_rope_index`) read the padding mask for that themselves;
+    of documents they know nothing. Raises ValueError for documents with images in such a model.
     """
     given = {**dict(zip(part.linearize_arguments, args, strict=False)), **kwargs}
     mask, x = given.get("attention_mask"), given.get("input_ids")
@@ -429,20 +439,35 @@ def place_by_padding(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     hooks = part.linearize_position_hooks
     if hooks.teacher or prefix == TRANSFER or given.get("position_ids") is not None or x is None:
         return None
+    B, T = x.shape[:2]
+    documents = named_documents(given, (B, T))
+    if part.linearize_grids:
+        if documents is None:
+            return None
+        if any(value is not None and ("pixel" in name or "grid_thw" in name) for name, value in given.items()):
+            raise ValueError(
+                "cu_seq_lens_q or seq_idx with images, and no position_ids: the model numbers the rows and columns of an "
+                "image as if the documents were one. Pass position_ids that restart with each document"
+            )
     cache = cache_in(given)
     seen = 0 if cache is None else cache.get_seq_length()
-    T = x.shape[1]
-    if not isinstance(mask, Tensor) or mask.shape[-1] != seen + T:
-        return None
-    if mask.ndim == 2:
-        number = (mask != 0).cumsum(-1)[:, -T:]  # some say 2 of the second document
-    elif is_own_mask(mask) and mask.shape[-2] == T and getattr(part.config, "sliding_window", None) is None:
+    padded = isinstance(mask, Tensor) and mask.shape[-1] == seen + T
+    if padded and mask.ndim == 2:
+        real = mask != 0  # some say 2 of the second document
+        places = positions(real[:, seen:], documents, real[:, :seen].sum(1), (B, T))
+    elif padded and is_own_mask(mask) and mask.shape[-2] == T and _sees_all(part.config):
         # A token sees those of its document up to itself.
-        number = shown(mask[:, 0]).sum(-1).expand(len(x), -1)
+        places = shown(mask[:, 0]).sum(-1).expand(B, -1) - 1
+    elif documents is not None:
+        places = positions(None, documents, seen, (B, T))
     else:
         return None
-    places = (number - 1).clamp_min(0)
-    return (), {**given, "position_ids": places}
+    return (), {**given, "position_ids": places.clamp_min(0)}
+
+
+def _sees_all(config: Any) -> bool:
+    """Whether no window of the architecture's hides tokens of the same document."""
+    return getattr(config, "sliding_window", None) is None
 
 
 class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -479,6 +504,26 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
             return backend
         register_backend(backend)
         return prefix_for(self.config.linearize) + backend
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As for any model, and what stays in fp32 (`Mixer.fp32_names`) keeps its digits when the dtype is narrower."""
+        kept = [mixer.get_parameter(name) for mixer in mixers_of(self).values() for name in mixer.fp32_names()]
+        before = [parameter.data for parameter in kept]
+        super().to(*args, **kwargs)
+        for parameter, value in zip(kept, before, strict=True):
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = value.to(parameter.device, torch.float32)
+        return self
+
+    def half(self, *args: Any) -> Any:
+        """Everything in float16, as some sharding needs it, with a warning of what `to(torch.float16)` would keep."""
+        warnings.warn(ROUNDED.format("half", "float16"), stacklevel=2)
+        return super().half(*args)
+
+    def bfloat16(self, *args: Any) -> Any:
+        """Everything in bfloat16, as `half`."""
+        warnings.warn(ROUNDED.format("bfloat16", "bfloat16"), stacklevel=2)
+        return super().bfloat16(*args)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         """It removes tokens that the model would not have written."""

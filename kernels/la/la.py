@@ -279,6 +279,7 @@ class LinearAttention(Mixer):
         "slope": "share of the weight that depends on q.k, at the start",
         "learn_slope": "learn the slope, one number a head",
     }
+    in_fp32 = ("slope_logit",)
     published = {"slope": 1.0, "learn_slope": False}
 
     def __init__(

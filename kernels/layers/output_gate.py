@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from transformers import initialization as init
+
+from .gate_linear import GateLinear
 
 # swish(1.278) = 1: a conversion starts nearly as it would without the gate.
 OPEN = 1.2784645427610738
 
 
-class OutputGate(nn.Linear):
+class OutputGate(GateLinear):
     """The gate of outputs [B,T,heads,dim] by hidden states [B,T,hidden]."""
 
     def __init__(self, hidden: int, heads: int, dim: int) -> None:

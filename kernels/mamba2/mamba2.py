@@ -35,6 +35,7 @@ from ..gla.eager import GLAState
 from ..gla.gla import gla
 from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads
 from ..layers.constant import OPEN, ones_direction
+from ..layers.gate_linear import DecayLinear
 from ..layers.norm import HeadNorm
 from ..layers.pool import put, take
 from ..layers.recurrent import Recurrent, outer_products
@@ -132,6 +133,7 @@ class Mamba2(Recurrent, Mixer):
         "half_life": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0),
         "skip": (0.0, 0.1, 0.3, 1.0, 3.0, 10.0),
     }
+    in_fp32 = ("A_log",)
     published = {"half_life_min": 0.0}
 
     def __init__(
@@ -150,7 +152,7 @@ class Mamba2(Recurrent, Mixer):
         self.build("query", "identity", "none", (half_life_min, half_life_max), chunk_size)
         self.taps, self.gate_std, self.raw = taps, gate_std, True
         self.norm = HeadNorm(site.heads, site.value_dim, eps)
-        self.step = nn.Linear(site.hidden, site.heads)
+        self.step = DecayLinear(site.hidden, site.heads)
         self.A_log = nn.Parameter(torch.empty(site.heads))
         self.skip = nn.Parameter(torch.empty(site.heads))
         self.output_gate = nn.Linear(site.hidden, site.heads * site.value_dim, bias=False)

@@ -316,6 +316,7 @@ class MultiHeadLinearAttention(Mixer):
         "rope": "rotate q and k before the feature map, after it (without the normaliser alone), or not",
     }
     # What all of its models have, and its language model; `published_at` says what its images have instead.
+    in_fp32 = ("block_logits",)
     published = {
         "feature_map": "plain_relu", "normalise": False, "norm": "head", "shared": True, "output_gate": True,
         "start": "uniform", "weighting": "clipped", "rope": "after",

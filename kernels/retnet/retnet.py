@@ -211,6 +211,7 @@ class RetNet(Recurrent, Mixer):
     }
     tried: ClassVar[dict[str, tuple[Any, ...]]] = {"half_life": tuple(2.0**n for n in range(12))}
     # Behind features that are the identity the rotation is the paper's, and SLA reads q and k without it.
+    in_fp32 = ("log_half_life",)
     published = {"decay": "paper", "feature_map": "identity", "rope": "after", "output_gate": True}
 
     def __init__(

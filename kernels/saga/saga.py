@@ -27,6 +27,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, use_kernels
 from ..layers.features import Features, featured
+from ..layers.gate_linear import GateLinear
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention_bidirectional
 from ..mixer import Bounds, Mixer, Site, full_precision
@@ -190,7 +191,7 @@ class Gate(nn.Module):
     def __init__(self, hidden: int, width: int, rank: int, bias: float, spread: float) -> None:
         super().__init__()
         self.down = nn.Linear(hidden, rank, bias=False) if rank else None
-        self.up = nn.Linear(rank or hidden, width)
+        self.up = GateLinear(rank or hidden, width)
         self.bias, self.spread = bias, spread
 
     @torch.no_grad()

@@ -451,6 +451,8 @@ def _band(W: int, c: int, device: torch.device) -> Tensor:
 class Window(nn.Module):
     """The window of one mixer, and per query head and token how much of the mechanism beside it comes through."""
 
+    in_fp32 = ("far_logit", "near_share")
+
     def __init__(self, hidden: int, heads: int, window: int, sink: int, scale: float, shared: bool) -> None:
         super().__init__()
         self.window, self.sink, self.scale, self.shared = window, sink, scale, shared

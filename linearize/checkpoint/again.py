@@ -21,9 +21,10 @@ from ..verify.reload import scratch_folder
 from . import card
 from . import write as checkpoint
 from .adopt import native_config
-from .carried import carried_files
+from .carried import carried_files, is_read
 from .code import MODELING_FILE, SourceClasses, code_files
 from .known_code import known_files
+from .manifest import check_complete, listed_files
 from .provenance import (
     check_code,
     check_mixers,
@@ -65,6 +66,8 @@ def plan_converted(
             Exit.INCOMPATIBLE,
         )
     if weights:
+        # What goes along; of the Hub nothing else is downloaded, such as pictures of the card.
+        check_complete(folder, [name for name in listed_files(folder) if not is_read(folder / name)])
         check_mixers(folder, old)
     try:
         head = natives_of(old).head

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from linearize_kernels.mixer import Site
 
 from .. import __version__
 from ..errors import MALFORMED, Exit, LinearizeError
-from ..plan.plan import DIFFUSERS, Plan, Step
+from ..plan.plan import DIFFUSERS, Plan, Step, some
 from ..terminal.progress import Advance
 from .atomic import MANIFEST
 from .shards import file_hashes, file_size, in_parallel, known_sha256
-from .source import no_model, read_json
+from .source import find_shards, no_model, read_json
 
 CARD = "README.md"
+WEIGHTS = ".safetensors"
 FORMAT = 1  # of the manifest; counts what an earlier version cannot read
 
 
@@ -109,6 +111,29 @@ def listed_files(folder: Path) -> list[str]:
         message = f"{path} does not say which files are the model's. Convert or train again"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     return listed
+
+
+def check_complete(folder: Path, without: Container[str] = (), code: Exit = Exit.INCOMPATIBLE) -> None:
+    """Raise LinearizeError (exit `code`) where files that a folder's linearize.json lists are gone, but for those in
+    `without`: half of it was copied, or transformers has saved a model over it."""
+    missing = sorted(name for name in listed_files(folder) if not (name in without or (folder / name).is_file()))
+    if not missing:
+        return
+    lacks = f"{folder} lacks {some(missing)}, which {MANIFEST} lists. Copy or download the folder again, or convert or "
+    raise LinearizeError(saved_over(folder) or lacks + "train again", code)
+
+
+def saved_over(folder: Path) -> str:
+    """What to do with a folder into which transformers saved a model later, whose linearize.json is of the one before;
+    empty for any other."""
+    listed = {*listed_files(folder)}
+    later = sorted({shard.name for shard in find_shards(folder, False)[0] if shard.is_file()} - listed)
+    if not later or all((folder / name).is_file() for name in listed if name.endswith(WEIGHTS)):
+        return ""
+    return (
+        f"{folder} has other weights ({some(later)}) than {MANIFEST} lists: transformers saved a model into it later. "
+        f"Remove {folder / MANIFEST}, and the folder is taken as save_pretrained wrote it"
+    )
 
 
 def base_hashes(folder: Path, *, new: bool = False) -> dict[str, str]:

@@ -280,23 +280,18 @@ def weight_files(folder: Path) -> list[list[str]]:
     found = []
     for stem, suffix in FORMATS:
         index = folder / f"{stem}{suffix}.index.json"
-        found.append(_index_names(index) if index.exists() else [f"{stem}{suffix}"])
+        found.append(sorted(set(weight_map(index).values())) if index.exists() else [f"{stem}{suffix}"])
     return found
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The shard of each tensor, as an index has it. Raises LinearizeError (exit 3) for one that is damaged."""
+    """The shard of each tensor, as an index has it, none of them outside its folder. Raises LinearizeError (exit 3) for
+    one that is damaged, or that names another place."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
         raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
+    check_names(index, found.values())
     return found
-
-
-def _index_names(index: Path) -> list[str]:
-    """The shards that an index names, none of them outside its folder."""
-    names = sorted(set(weight_map(index).values()))
-    check_names(index, names)
-    return names
 
 
 def check_names(index: Path, names: Iterable[str]) -> None:
@@ -308,7 +303,7 @@ def check_names(index: Path, names: Iterable[str]) -> None:
 
 def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
     shards = []
-    for name in _index_names(index):
+    for name in sorted(set(weight_map(index).values())):
         if os.path.isfile(index.parent / name):
             shards.append(index.parent / name)
         elif weights:

@@ -16,18 +16,26 @@ from ..convert import check_paths
 from ..diffusion.convert import holds_diffusers
 from ..errors import Exit, LinearizeError, absent
 from ..plan.plan import Plan
-from ..verify.reload import FIRST, RESTORE, TOO_LARGE, check_keys, check_steps, compare, reload_logits, room_for
+from ..verify.reload import (
+    FIRST,
+    RESTORE,
+    TOO_LARGE,
+    check_keys,
+    check_steps,
+    compare,
+    reload_logits,
+    room_for,
+    stop_children,
+)
 from . import write as checkpoint
 from .atomic import output_folder
 from .carried import check_file
 from .code import MODELING_FILE, code_files
 from .known_code import known_files
-from .manifest import listed_files, read_plan
+from .manifest import WEIGHTS, check_complete, listed_files, read_plan
 from .provenance import Origin, check_code, check_mixers, natives_of, origin_of, with_present_options
 from .shards import link_or_copy
 from .source import check_folder, open_source
-
-WEIGHTS = ".safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +92,7 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
         return None
     replaced = {name for known in known_files().values() for name in known} | {MODELING_FILE, *code}
     replaced |= {"config.json", checkpoint.MANIFEST}
+    check_complete(folder, replaced)
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if output is not None:
         present &= set(listed_files(folder))
@@ -133,7 +142,8 @@ def upgraded_manifest(folder: Path, planned: Upgrade) -> dict[str, Any]:
 
 def compared(old: Path, new: Path, plan: Plan) -> str:
     """Load both folders in clean processes and compare their logits; says what was done. Where memory is short, one
-    folder after the other, or their first layers alone.
+    folder after the other, or their first layers alone. No row has padding: where no position_ids say otherwise, code
+    of before 2026-11-22 numbers tokens from the start of the padding, and gates and features see other rotations.
 
     Raises LinearizeError: 3 for an old folder whose code does not run; 6 for tensors that are missing, and for logits
     that differ.
@@ -143,8 +153,14 @@ def compared(old: Path, new: Path, plan: Plan) -> str:
         return message.format(check_keys(new)) + TOO_LARGE
     with ThreadPoolExecutor(2 if room.twice else 1) as pool:
         before = pool.submit(logits_before, old, room.layers)
-        count, logits, child = pool.submit(reload_logits, new, room.layers).result()
-        difference = compare(logits, before.result(), "the upgraded model's logits differ from before by")
+        after = pool.submit(reload_logits, new, room.layers, False)
+        try:
+            count, logits, child = after.result()
+            difference = compare(logits, before.result(), "the upgraded model's logits differ from before by")
+        except BaseException:  # Ctrl-C and SIGTERM, too: the pool waits for its threads
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop_children()
+            raise
     equal = f"; logits equal those of before (largest difference {difference:.1e})"
     return message.format(count) + equal + check_steps(child) + (FIRST.format(room.layers) if room.layers else "")
 
@@ -153,7 +169,7 @@ def logits_before(folder: Path, layers: int) -> torch.Tensor:
     """The logits of a folder with the code that it has, of its first `layers` (0: all). Raises LinearizeError (exit 3)
     where that cannot run."""
     try:
-        return reload_logits(folder, layers)[1]
+        return reload_logits(folder, layers, padded=False)[1]
     except LinearizeError as error:
         if error.code != Exit.CHECK_FAILED:
             raise

@@ -294,8 +294,10 @@ def write_mixers(
     entries: dict[str, Entry] = {}
     for prefix, step in steps.items():
         with torch.device("meta"):
-            state = build_mixer(step.mechanism, step.site, step.options).state_dict()
-        entries |= {prefix + name: described(name, value, dtype) for name, value in state.items()}
+            mixer = build_mixer(step.mechanism, step.site, step.options)
+        dtypes = dict.fromkeys(mixer.fp32_names(), torch.promote_types(dtype, torch.float32))
+        state = mixer.state_dict()
+        entries |= {prefix + name: described(name, value, dtypes.get(name, dtype)) for name, value in state.items()}
     entries |= {name: Entry(entry.dtype, entry.shape) for name, (_, entry) in kept.items() if name in entries}
     built: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -311,7 +313,7 @@ def write_mixers(
             mixer = build_mixer(step.mechanism, step.site, step.options)
             mixer.reset_parameters()
             built[prefix] = mixer.state_dict()
-        yield built[prefix][own].to(dtype)
+        yield built[prefix][own].to(TORCH_DTYPES[entries[name].dtype])
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -364,6 +364,8 @@ def _json_object(where: str, line: str) -> dict[str, Any]:
         raise LinearizeError(f"{where}:{error.colno}: not JSON ({error.msg}). One object per line") from error
     except UnicodeEncodeError as error:
         raise LinearizeError(f"{where}: half of a surrogate pair (\\ud...) is no character") from error
+    except ValueError as error:  # Python reads no integer of more than 4,300 digits
+        raise LinearizeError(f"{where}: a number that is too long to be read. Write it as a string") from error
     if not isinstance(value, dict):
         raise LinearizeError(f'{where}: {type(value).__name__}, not an object such as {{"text": "..."}}')
     return value

@@ -298,7 +298,7 @@ def read_classes(file: Path) -> dict[str, int | str]:
         return {name: number for number, name in enumerate(lines)}
     try:
         given = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise LinearizeError(f"cannot read the classes of {file}: {error}") from error
     found: dict[str, int | str] = {}
     for key, value in given.items():

@@ -75,13 +75,14 @@ def plan_push(
     Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write and for a link to a file
     elsewhere, 6 for one that does not verify, whose card cannot be shown, or that holds an access token.
     """
-    from ..checkpoint.manifest import read_plan
+    from ..checkpoint.manifest import check_complete, read_plan
     from ..checkpoint.provenance import check_code
     from ..verify.reload import check_keys
 
     check_name(repo)
     with progress("push: checking the folder", LISTED + 1) as advance:
         plan = read_plan(folder)
+        check_complete(folder, code=Exit.CHECK_FAILED)
         check_code(folder, trust_remote_code)
         upload = listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
         advance(LISTED)
@@ -92,24 +93,26 @@ def plan_push(
 def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: bool, message: str | None) -> Upload:
     """The upload of the files that a folder's linearize.json lists.
 
-    Raises LinearizeError: 3 when it lists none and for a link to a file elsewhere, 6 for a file that is missing or
-    holds an access token, and for a card that cannot be shown.
+    Raises LinearizeError: 3 when it lists none, for a link to a file elsewhere and for weights that are none, 6 for a
+    file that is missing or holds an access token, and for a card that cannot be shown.
     """
     from ..checkpoint.atomic import MANIFEST
     from ..checkpoint.card import for_repo
     from ..checkpoint.carried import check_file
+    from ..checkpoint.manifest import WEIGHTS, check_complete
+    from ..checkpoint.source import read_header
 
     listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
     if MANIFEST not in listed:
         message = f"{folder / MANIFEST} does not say which files are the model's. Convert or train again"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    missing = sorted(set(listed) - present.keys())
-    if missing:
-        raise _failed(f"{folder} lacks {', '.join(missing)}, which {MANIFEST} lists. Convert or train again")
+    check_complete(folder, code=Exit.CHECK_FAILED)
     files = {name: present[name].stat().st_size for name in sorted(listed)}
     for name in files:
-        if not name.endswith(".safetensors"):
+        if name.endswith(WEIGHTS):  # they may be links to another disk, and whatever they lead to is weights
+            read_header(present[name])
+        else:
             check_file(present[name], folder)
             check_secrets(present[name])
     notes = check_card(folder / "README.md")

@@ -65,6 +65,12 @@ def nats_each(run: RunRecord) -> str:
     return "nats an image" if run.unit == "images" else "nats a token"
 
 
+def times(ours: float, theirs: float) -> str:
+    """A perplexity over another, `1.023x`; `not finite` where there is no such number."""
+    ratio = ours / theirs if theirs else math.nan
+    return f"{ratio:.3f}x" if math.isfinite(ratio) else "not finite"
+
+
 def report_page(run: RunRecord) -> str:
     """The whole HTML file of a run, finished or not; what was not measured says how to measure it."""
     drawn = pictures(run)
@@ -160,7 +166,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
             other = "" if run.teacher_accuracy is None else f" (teacher {percent(run.teacher_accuracy)})"
             own.append((percent(run.accuracy), f"held-out accuracy{other}"))
         beside = "" if ratio is None else f" (teacher {run.teacher_ppl:.4g})"
-        own += [] if ratio is None else [(f"{ratio:.3f}x", "perplexity over the teacher's")]
+        own += [] if ratio is None else [(times(ratio, 1.0), "perplexity over the teacher's")]
         own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
     own += [(nats(kl), f"KL from the teacher, {nats_each(run)}") for _, kl in run.curve("eval_kl")[-1:]]
     own.append((short(run.tokens), f"training {run.unit}"))
@@ -181,7 +187,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         heading += f" in rows of {found['seq_len']:,}" if found.get("seq_len") else ""
     heading += f", {written_dtypes(found['dtypes'])}" if "dtypes" in found else ""
     theirs = [
-        (f"{found['student_ppl'] / found['teacher_ppl']:.3f}x", "perplexity over the teacher's"),
+        (times(found["student_ppl"], found["teacher_ppl"]), "perplexity over the teacher's"),
         (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),
         (nats(found["kl"]), "KL from the teacher, nats a token"),
         (percent(found["top1_agreement"]), "same prediction (likeliest token)"),

@@ -86,6 +86,8 @@ def copy(name: str, to: Path, overwrite: bool = False, schema: Mapping[str, Any]
     Raises LinearizeError: 2 for an unknown name or a file that exists without `overwrite`, 4 where nothing can be
     written.
     """
+    from ..checkpoint.atomic import write_atomically
+
     source = preset(name).path
     target = to / source.name if to.is_dir() else to
     if target.exists() and not overwrite:
@@ -97,10 +99,10 @@ def copy(name: str, to: Path, overwrite: bool = False, schema: Mapping[str, Any]
     beside = target.with_name(SCHEMA)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, "utf-8")
+        write_atomically(target, text)
         ours = not beside.exists() or '"$id": "urn:linearize:' in beside.read_text("utf-8", "replace")
         if schema is not None and ours:
-            beside.write_text(json.dumps(schema, indent=2) + "\n", "utf-8")
+            write_atomically(beside, json.dumps(schema, indent=2) + "\n")
     except OSError as error:
         raise LinearizeError(f"cannot write {target}: {error.strerror}", Exit.RESOURCE) from None
     return target

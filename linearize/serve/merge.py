@@ -11,16 +11,18 @@ from .states import layout_class
 
 
 class Part(nn.Module):
-    """Stands where a map of hidden states was: its columns of the product that `owner` made of them."""
+    """Stands where a map of hidden states was: its columns of the product that `owner` made of them. `linear` is a map
+    that adds its bias in float32 (gate_linear.py's DecayLinear)."""
 
-    def __init__(self, owner: nn.Module, begin: int, end: int) -> None:
+    def __init__(self, owner: nn.Module, begin: int, end: int, linear: Any = None) -> None:
         super().__init__()
         self.__dict__["owner"] = owner  # no child: it holds this
-        self.begin, self.end = begin, end
+        self.begin, self.end, self.linear = begin, end, linear
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.__dict__["owner"].made
-        return made[..., self.begin : self.end]
+        part = made[..., self.begin : self.end]
+        return part if self.linear is None else self.linear.with_bias(part)
 
 
 @torch.no_grad()
@@ -34,7 +36,7 @@ def merged(owner: nn.Module, mixer: Any) -> tuple[Tensor, Tensor | None] | None:
     for parent, name, linear in of_hidden(mixer):
         maps.append((parent, name, linear))
         weights.append(linear.weight)
-        biases.append(linear.bias)
+        biases.append(None if adds_wide(linear) else linear.bias)
     if near is not None:
         weights.append(near.far_gate.to(weights[0].dtype if weights else near.far_gate.dtype))
         biases.append(None)
@@ -42,7 +44,10 @@ def merged(owner: nn.Module, mixer: Any) -> tuple[Tensor, Tensor | None] | None:
         return None
     begin = 0
     for parent, name, linear in maps:
-        setattr(parent, name, Part(owner, begin, begin + linear.out_features))
+        wide = adds_wide(linear)
+        setattr(parent, name, Part(owner, begin, begin + linear.out_features, linear if wide else None))
+        if wide:
+            linear.register_parameter("weight", None)  # it is in the product
         begin += linear.out_features
     if near is not None:
         near.__dict__["gate"] = Part(owner, begin, begin + len(weights[-1]))
@@ -52,9 +57,17 @@ def merged(owner: nn.Module, mixer: Any) -> tuple[Tensor, Tensor | None] | None:
     return torch.cat(weights), torch.cat(filled)
 
 
+def adds_wide(part: nn.Module) -> bool:
+    """Whether a map adds its bias in float32 to a product in its weight's dtype."""
+    return hasattr(type(part), "with_bias")
+
+
 def of_hidden(mixer: Any) -> list[tuple[nn.Module, str, nn.Linear]]:
     """The Linear layers that `project` applies to hidden states themselves, with their parents: found by a token."""
-    site, some = mixer.site, next(mixer.parameters(), torch.empty(0))
+    site = mixer.site
+    kept = {*getattr(mixer, "fp32_names", list)()}  # code of before 2026-11-28 keeps none in float32
+    parameters = (parameter for name, parameter in mixer.named_parameters() if name not in kept)
+    some = next(parameters, torch.empty(0))
 
     def token(*shape: int) -> Tensor:
         return some.new_zeros(1, 1, *shape)
@@ -68,7 +81,8 @@ def of_hidden(mixer: Any) -> list[tuple[nn.Module, str, nn.Linear]]:
             seen.append((*places[id(linear)], linear))
 
     for part in mixer.modules():
-        if type(part) is nn.Linear and (part.bias is None or part.bias.dtype == part.weight.dtype):
+        plain = type(part) is nn.Linear and (part.bias is None or part.bias.dtype == part.weight.dtype)
+        if plain or adds_wide(part):
             hooks.append(part.register_forward_pre_hook(note))
     heads = (site.heads, site.key_dim), (site.kv_heads, site.key_dim), (site.kv_heads, site.value_dim)
     mixer.project(*(token(*shape) for shape in heads), x, layout_class(mixer)(plain=True))

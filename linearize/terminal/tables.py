@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 class Plain(Console):
     """A console that shows control characters of other people's strings instead of obeying them."""
 
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self._width = self._width or None  # some terminals and CI set COLUMNS=0: not known
+
     def render_str(self, text: str, **how: Any) -> Text:
         return super().render_str(printable(text), **how)
 

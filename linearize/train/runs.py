@@ -482,10 +482,18 @@ def heldout_of(run: Path, plan: Plan | None = None) -> tuple[list[str], str]:
     with undamaged(run / "run.json", "Restore it"):
         settings = json_object(run / "run.json")
         recipe, start = settings["recipe"], Path(settings.get("folder", ""))
-        base = recipe["model"]["base"] if recipe["convert"] else converted_from(plan, start)
+        base = model_from(recipe["model"]["base"], start) if recipe["convert"] else converted_from(plan, start)
         held, pack, most = recipe["data"]["eval"], recipe["data"]["pack"], recipe["eval"]["max_tokens"]
         read = {"data.eval": rooted(held, start), "data.pack": pack, "eval.max_tokens": most} if held else {}
     return [f"{key}={json.dumps(value)}" for key, value in read.items()], base if isinstance(base, str) else ""
+
+
+def model_from(name: Any, start: Path) -> Any:
+    """A model as a recipe names it, for another working directory than `start`, where its run began."""
+    if not isinstance(name, str):
+        return name
+    folder = start / os.path.expanduser(named_base(name))
+    return str(folder) if (folder / "config.json").is_file() else named_base(name)
 
 
 def converted_from(plan: Plan | None, start: Path) -> str:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from linearize_kernels.hf.seam import TRAINED, evaluating
+from linearize_kernels.hf.seam import TRAINED, evaluating, mixers_of
 
 from ..checkpoint import card
 from ..checkpoint import write as checkpoint
@@ -269,6 +269,9 @@ def write_trained(student: Student, base: Path, folder: Path, changed: set[str])
     Returns the hashes: of what nothing has changed since the source, and of all else.
     """
     headers = {shard: read_header(shard) for shard in find_shards(base, True)[0]}
+    precise = fp32_names(student.model)
+    for header in headers.values():  # an earlier version wrote these in the model's dtype
+        header |= {name: Entry("F32", header[name].shape) for name in header.keys() & precise if is_half(header[name])}
     known = {name for header in headers.values() for name in header}
     values = stored_names(student.model, changed, known, folder)
     values |= {name: p.detach() for name, p in student.named_parameters() if ".mixer." in name}
@@ -348,7 +351,8 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
         compare(merged, trained, "merging adapters changed logits by", RELOADED)
     else:
         merged = trained
-    dtypes = {entry.dtype for shard in folder.glob("*.safetensors") for entry in read_header(shard).values()}
+    precise, headers = fp32_names(student.model), map(read_header, folder.glob("*.safetensors"))
+    dtypes = {entry.dtype for header in headers for name, entry in header.items() if name not in precise}
     round_weights(student.model, getattr(torch, plan.dtype))
     rounded = logits_of(student.model)
     rounding = ""
@@ -388,6 +392,18 @@ def drift(ours: Tensor, theirs: Tensor, words: int) -> tuple[float, str, float]:
 def round_weights(model: Any, dtype: torch.dtype) -> None:
     """Round what a checkpoint holds of a model to `dtype`; `to` would round the frequencies of a rotary embedding too,
     which a loaded model computes anew in float32."""
-    for value in model.state_dict().values():
-        if value.is_floating_point():
+    precise = fp32_names(model)
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and name not in precise:
             value.copy_(value.to(dtype))
+
+
+def fp32_names(model: Any) -> set[str]:
+    """Names of the parameters that stay in float32 by the model's own code; code of before 2026-11-28 has none."""
+    own = ((path, getattr(mixer, "fp32_names", list)()) for path, mixer in mixers_of(model).items())
+    return {f"{path}.mixer.{name}" for path, names in own for name in names}
+
+
+def is_half(entry: Entry) -> bool:
+    """Whether a tensor lies in a file in a narrower dtype than float32."""
+    return TORCH_DTYPES[entry.dtype] in (torch.float16, torch.bfloat16)

@@ -14,10 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.manifest import plan_of, read_plan
+from ..checkpoint.manifest import plan_of, read_plan, saved_over
 from ..checkpoint.provenance import check_mechanisms, differences, origin_of, outdated, refuse_code
 from ..checkpoint.shards import file_hashes, in_parallel, index_fault, read_tensor, sha256, tensor_sha256
-from ..checkpoint.source import DTYPES, check_folder, check_revision, no_model, open_source, read_header, read_json
+from ..checkpoint.source import (
+    DTYPES,
+    check_folder,
+    check_revision,
+    no_model,
+    open_source,
+    read_header,
+    read_json,
+    weight_map,
+)
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import Plan, some
@@ -88,6 +97,8 @@ def attempt(name: str, work: Callable[[], tuple[str, str]]) -> Check:
         return Check(name, *work())
     except LinearizeError as error:
         return Check(name, "failed", error.message.removeprefix("verification failed: "))
+    except FileNotFoundError as error:
+        return Check(name, "failed", f"{Path(str(error.filename)).name} is not there")
     except (OSError, EOFError, *MALFORMED) as error:
         return Check(name, "failed", f"{type(error).__name__}: {error}")
 
@@ -135,7 +146,7 @@ def check_files(folder: Path) -> tuple[str, str]:
     listed, code = set(manifest["files"]), manifest.get("code", {})
     lost = sorted(name for name in listed - present if not name.split("/")[-1].startswith("."))
     if lost:
-        return "failed", f"missing: {some(lost)}"
+        return "failed", saved_over(folder) or f"missing: {some(lost)}"
     edited = sorted(name for name, value in code.items() if name in present and sha256(folder / name) != value)
     edited += sorted(name for name in present - listed if name.endswith(".py"))
     if edited:
@@ -153,13 +164,12 @@ def check_plan(folder: Path) -> tuple[str, str]:
 
 
 def check_index(folder: Path, name: str = INDEX) -> tuple[str, str]:
-    """Every tensor of the index is in the shard that it names, and the other way round; without an index all are in
-    one file, whose name is that of the index without its ending."""
-    if (folder / name).exists():
-        index = json.loads((folder / name).read_text("utf-8"))["weight_map"]
-    else:
-        single = name.removesuffix(".index.json")
-        index = dict.fromkeys(read_header(folder / single), single)
+    """Every tensor of the index is in the shard that it names, and the other way round. A single file, whose name is
+    that of the index without its ending, comes before an index, as transformers reads them."""
+    single = name.removesuffix(".index.json")
+    if (folder / single).exists() or not (folder / name).exists():
+        return "passed", f"{len(read_header(folder / single))} tensors"
+    index = weight_map(folder / name)
     fault = index_fault(index, folder.glob("*.safetensors"))
     return ("failed", fault) if fault else ("passed", f"{len(index)} tensors")
 

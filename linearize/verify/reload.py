@@ -66,7 +66,7 @@ from transformers import AutoConfig
 from linearize_child.behaviours import decoding
 from linearize_child.inputs import auto_class, keep_first, outputs
 print("done 0.1", flush=True)  # and what looks at models; the rest is their code, and the end of the process
-folder, target, limit, layers = sys.argv[1:5]
+folder, target, limit, layers, padded = sys.argv[1:6]
 config = keep_first(AutoConfig.from_pretrained(folder, trust_remote_code=True), int(layers))
 auto = auto_class(config)
 if target == "meta":
@@ -92,7 +92,7 @@ model, report = model_class.from_pretrained(**arguments, output_loading_info=Tru
 print("loaded\\ndone 0.4", flush=True)
 steps = None
 if target != "meta":
-    torch.save(outputs(model.eval()), target)
+    torch.save(outputs(model.eval(), padded == "padded"), target)
     steps = decoding(model, float(limit))
 ours = tuple(layer["site"]["path"] + ".mixer." for layer in model.config.linearize["layers"])
 print(json.dumps({
@@ -144,6 +144,8 @@ CGROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 CHILD = Path(__file__).parent / "child"
+# Children of this process that `started` started.
+RUNNING: set[subprocess.Popen[str]] = set()
 # How a line of a child begins that says what share of its work was done since the last such line.
 DONE = "done "
 # What else is said where keys alone were checked.
@@ -265,7 +267,7 @@ def check_keys(folder: Path, advance: Advance = silent) -> int:
     """Every tensor of the index exists in its shard and in the model, and the other way round; returns how many.
     `advance` gets shares, 1 in all."""
     count = check_tensors(folder)
-    with clean_command(LOAD, [str(folder), "meta", "0", "0"]) as command, started(*command) as loading:
+    with clean_command(LOAD, [str(folder), "meta", "0", "0", ""]) as command, started(*command) as loading:
         _check_loaded(folder, result_of(loading, advance))
     return count
 
@@ -284,7 +286,7 @@ def check_logits(
         ours, theirs = scratch / "ours.pt", scratch / "theirs.pt"
         arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
         with (
-            clean_command(LOAD, [str(folder), str(ours), str(RELOADED), str(room.layers)]) as a,
+            clean_command(LOAD, [str(folder), str(ours), str(RELOADED), str(room.layers), "padded"]) as a,
             clean_command(SOURCE_SIDE, arguments, refused=()) as b,
             contextlib.ExitStack() as children,
             progress("reloading", 2 if room.layers else 1) as advance,
@@ -326,15 +328,15 @@ def compare(ours: torch.Tensor, theirs: torch.Tensor, what: str, limit: float = 
     return difference
 
 
-def reload_logits(folder: Path, layers: int = 0) -> tuple[int, torch.Tensor, dict[str, Any]]:
+def reload_logits(folder: Path, layers: int = 0, padded: bool = True) -> tuple[int, torch.Tensor, dict[str, Any]]:
     """`check_keys`; the logits, or what else comes out, of a saved model in float32; and what the child found, for
-    `check_steps`. In one clean process; with `layers` of the model's first layers alone.
+    `check_steps`. In one clean process; with `layers` of the model's first layers alone. A row has padding if `padded`.
 
     Raises LinearizeError (exit 6) for logits that are not finite."""
     count = check_keys(folder) if layers else check_tensors(folder)
     with scratch_folder() as scratch:
         out = scratch / "logits.pt"
-        arguments = [str(folder), str(out), str(RELOADED), str(layers)]
+        arguments = [str(folder), str(out), str(RELOADED), str(layers), "padded" if padded else ""]
         with clean_command(LOAD, arguments) as command, started(*command) as child:
             loaded = result_of(child)
         _check_loaded(folder, loaded, layers)
@@ -383,13 +385,14 @@ def _check_loaded(folder: Path, result: dict[str, Any], layers: int = 0) -> None
 
 
 def _check_mixers(folder: Path, expected: dict[str, list[int]]) -> None:
-    """The new tensors have the model's names and shapes, and the dtype of the config."""
+    """The new tensors have the model's names and shapes, and the dtype of the config or float32."""
     dtype = json.loads((folder / "config.json").read_text("utf-8"))["dtype"]
     stored = {name: entry for name, (_, entry) in _mixers(folder).items()}
     for name in sorted(set(stored) ^ set(expected)):
         _fail(f"{name} is {'not in the model' if name in stored else 'not in ' + MIXER_SHARD}")
     for name, entry in stored.items():
-        if list(entry.shape) != expected[name] or DTYPES.get(entry.dtype) != dtype:
+        # Decays and biases of gates are in float32 (Mixer.fp32_names) in folders from 2026-11-28 on.
+        if list(entry.shape) != expected[name] or DTYPES.get(entry.dtype) not in (dtype, "float32"):
             _fail(f"{name} is {entry.dtype} {list(entry.shape)}, expected {dtype} {expected[name]}")
 
 
@@ -450,15 +453,23 @@ def is_code_cache(path: str) -> bool:
 
 @contextlib.contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A running child, killed when the block is left before it has ended."""
+    """A running child, killed when the block is left before it has ended, or by `stop_children`."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     ) as child:
+        RUNNING.add(child)
         try:
             yield child
         finally:
             child.kill()
+            RUNNING.discard(child)
+
+
+def stop_children() -> None:
+    """Kill the children of all threads, which then end: a command that is interrupted would wait for them."""
+    for child in [*RUNNING]:
+        child.kill()
 
 
 def result_of(child: subprocess.Popen[str], advance: Advance = silent) -> Any:

@@ -319,3 +319,16 @@ def test_edited_code_is_not_replaced_unseen(place: Path, tmp_path: Path) -> None
         again(folder, tmp_path / "out", layers="3")
     again(folder, tmp_path / "out", layers="3", trust_remote_code=True)
     assert "# edited" not in (tmp_path / "out" / "gsa.py").read_text()
+
+
+def test_half_a_folder_is_not_converted_again(place: Path, tmp_path: Path) -> None:
+    """What goes along must be there; of the Hub the card's pictures are not downloaded, and nobody needs them."""
+    folder = tmp_path / "half"
+    shutil.copytree(place / "trained", folder)
+    manifest = json.loads((folder / "linearize.json").read_text())
+    manifest["files"] += ["pictures/curve.png"]
+    (folder / "linearize.json").write_text(json.dumps(manifest))
+    assert plan_conversion(str(folder), "gsa", layers="3")[0].steps
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(LinearizeError, match=r"lacks generation_config.json, which linearize.json lists"):
+        plan_conversion(str(folder), "gsa", layers="3")

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
+import sys
 import tarfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command, with_slow
-from models import Zoo, copied, load
+import torch
+from conftest import Command, relative_error, with_slow
+from models import Zoo, copied, load, logits, tokens
 from training import byte_tokenizer, stage, write_recipe
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -26,6 +32,7 @@ from linearize.checkpoint.templates import TEMPLATES, number
 from linearize.errors import LinearizeError
 from linearize.plan import mechanisms
 from linearize.serve import start
+from linearize.verify import reload as reloading
 
 OLD = "0.1.0"
 DATA = Path(__file__).parent / "data"
@@ -430,3 +437,61 @@ def test_what_cannot_be_upgraded_is_refused(linearize: Command, written: Path, z
     assert (code, "no such folder" in err) == (2, True)
     code, _, err = linearize("upgrade", zoo.folders("llama")[0])
     assert (code, "is no folder written by linearize" in err) == (3, True)
+
+
+def test_code_that_counts_padding_can_be_upgraded(linearize: Command, tmp_path: Path) -> None:
+    """In 0.1.0 GLA saw padded rows turned by their padding; this version computes what the row alone gives."""
+    with tarfile.open(DATA / "written-by-0.1.0-sla.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    code, _, err = linearize("upgrade", tmp_path / "sla-gla")
+    assert code == 0, err
+    assert "logits equal those of before" in " ".join(err.split())
+    model, ids = load(tmp_path / "sla-gla"), tokens(1, 20)
+    mask = torch.ones_like(ids)
+    mask[:, :7] = 0
+    assert relative_error(logits(model, ids, attention_mask=mask)[:, 7:], logits(model, ids[:, 7:])) < 1e-5
+
+
+def test_half_a_folder_is_not_upgraded(linearize: Command, old: Path) -> None:
+    """The new linearize.json would not list what is gone, and nobody would miss it."""
+    (old / "tokenizer.json").unlink()
+    before = contents(old)
+    for output in ([], ["-o", old.parent / "new"]):
+        code, _, err = linearize("upgrade", old, *output)
+        assert code == 3
+        assert "lacks tokenizer.json, which linearize.json lists. Copy or download" in " ".join(err.split())
+    assert contents(old) == before
+    assert [path.name for path in old.parent.iterdir()] == [old.name]
+
+
+def test_a_model_saved_over_a_folder_is_named(linearize: Command, zoo: Zoo, tmp_path: Path) -> None:
+    folder = copied(zoo.folders("llama")[1], tmp_path / "over")
+    load(folder).save_pretrained(folder)
+    remedy = f"transformers saved a model into it later. Remove {folder / 'linearize.json'}, and the folder is taken as"
+    for command in (["verify", folder], ["push", folder, "me/model", "--dry-run"]):
+        code, out, err = linearize(*command)
+        assert code != 0
+        assert remedy in " ".join((out + err).split()), command
+        assert "Errno" not in out + err
+    (folder / "linearize.json").unlink()
+    code, out, err = linearize("verify", folder, "--json")
+    assert code == 0, err
+
+
+def test_an_upgrade_that_is_interrupted_waits_for_nobody(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads wait for children, and it for its threads."""
+
+    def reload(folder: Path, layers: int, padded: bool) -> Any:
+        with reloading.started([sys.executable, "-c", "import time; time.sleep(100)"], {**os.environ}) as child:
+            child.wait()
+        raise LinearizeError("ended")
+
+    folder = zoo.folders("llama")[1]
+    monkeypatch.setattr(upgrade, "reload_logits", reload)
+    monkeypatch.setattr(upgrade, "room_for", lambda folder, plan: reloading.ALL_TWICE)
+    begun = time.monotonic()
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        upgrade.compared(folder, folder, provenance.read_plan(folder))
+    assert time.monotonic() - begun < 50
+    assert not reloading.RUNNING

@@ -175,3 +175,11 @@ def test_lines_end_between_words(
 def long_word(word: str) -> bool:
     """Whether a word, such as a path, may be cut."""
     return len(word) > tables.LONGEST_WORD
+
+
+def test_a_width_of_0_is_not_known(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some terminals and CI set COLUMNS=0, of which tables were empty."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert tables.console().width == tables.results().width == 80
+    tables.presets_table(presets())
+    assert "gsa" in "".join(capsys.readouterr())

@@ -434,6 +434,7 @@ def written(name: str, content: str | bytes) -> Callable[[Path], TextSource]:
         (written("a.jsonl", '{"head": "a", "body": "b"}'), r"Found: body, head\. Set data.pack.text_key=KEY \("),
         (written("a.jsonl", '{"text": 5}'), r"a.jsonl:1: 'text' is int, not a string"),
         (written("a.jsonl", '{"text": "\\ud800"}'), r"a.jsonl:1: half of a surrogate pair"),
+        (written("a.jsonl", f'{{"text": {"1" * 5000}}}'), r"a.jsonl:1: a number that is too long to be read"),
         (written("a.jsonl", '{"messages": "hello"}'), r"a.jsonl:1: `messages` is not a list of"),
         (written("a.jsonl", '{"messages": [{"role": "user"}]}'), r"a.jsonl:1: `messages` is not a list of"),
         (written("a.jsonl", '{"prompt": "a", "completion": ["b"]}'), r"a.jsonl:1: 'completion' is list"),

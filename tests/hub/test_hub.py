@@ -446,12 +446,32 @@ def spoil_mixers(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
+def link_as_weights(folder: Path) -> None:
+    """A file of another folder that calls itself weights, and that linearize.json lists."""
+    (folder / "notes").mkdir()
+    (folder / "notes" / "secret.safetensors").symlink_to("/etc/passwd")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"].append("notes/secret.safetensors")
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def index_elsewhere(folder: Path) -> None:
+    """An index that names a file of the machine."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = "/etc/passwd"
+    path.write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("spoil", "code", "message"),
     [
         (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, "but has no linearize.json"),
         (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
+        (link_as_weights, Exit.INCOMPATIBLE, "secret.safetensors"),
+        (index_elsewhere, Exit.INCOMPATIBLE, "'/etc/passwd' leaves the folder"),
         (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, f"lacks {MIXER_SHARD}"),
+        (lambda f: (f / "config.json").unlink(), Exit.CHECK_FAILED, "lacks config.json"),
         pytest.param(spoil_mixers, Exit.CHECK_FAILED, "verification failed", marks=pytest.mark.slow),
         (lead_out, Exit.INCOMPATIBLE, "generation_config.json is a link to /etc/hostname, outside of"),
         (lambda f: (f / "README.md").write_text("---\nbase_model: a b\n---\n"), Exit.CHECK_FAILED, "'a b'"),

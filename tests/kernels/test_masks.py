@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import shrunk
 from architectures import small_model as any_model
 from conftest import TOLERANCE, relative_error
 from models import HYBRID, Zoo, convert_folder, load, logits, save_source, small_model, tokens
 from torch import Tensor
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from linearize.convert import convert, plan_conversion
@@ -383,3 +384,77 @@ def test_the_teacher_places_tokens_as_the_source_does(zoo: Zoo) -> None:
     positions = torch.arange(12)[None].expand(2, -1)  # what is given stays
     plain = logits(model, ids, attention_mask=mask, position_ids=positions)
     assert relative_error(plain[0], logits(model, ids[:1])[0]) < EXACT
+
+
+# ---------------------------------------------------------------- documents that are named, and not placed
+
+
+def by_bounds(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """As DataCollatorWithFlattening(return_position_ids=False, return_flash_attn_kwargs=True) names documents."""
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+
+
+def by_numbers(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """As DataCollatorWithFlattening(return_position_ids=False, return_seq_idx=True) does."""
+    numbers = torch.arange(len(lengths), dtype=torch.int32)
+    return {"seq_idx": torch.repeat_interleave(numbers, torch.tensor(lengths))[None]}
+
+
+@pytest.mark.parametrize("name", [by_bounds, by_numbers])
+@every_mechanism
+def test_named_documents_need_no_positions(source: Path, tmp_path: Path, mechanism: str, name: Any) -> None:
+    model, ids = linear(source, tmp_path, mechanism), tokens(1, 33)
+    expected = apart(model, ids, (13, 20))
+    assert relative_error(logits(model, ids), expected) > 1e-2
+    assert relative_error(logits(model, ids, **name((13, 20))), expected) < EXACT
+
+
+@pytest.mark.parametrize("start", [13, 15, 17])
+@every_mechanism
+def test_named_documents_may_have_padding(source: Path, tmp_path: Path, mechanism: str, start: int) -> None:
+    """Two tokens of padding before the first document, four between them, which either may hold, and two at the end."""
+    model, ids = linear(source, tmp_path, mechanism), tokens(1, 37)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = mask[0, 13:17] = mask[0, 35:] = 0
+    out = logits(model, ids, attention_mask=mask, **by_bounds((start, 37 - start)))
+    assert relative_error(out[:, 2:13], logits(model, ids[:, 2:13])) < EXACT
+    assert relative_error(out[:, 17:35], logits(model, ids[:, 17:35])) < EXACT
+
+
+@pytest.mark.parametrize("name", ["phi3", "mistral", "gemma2"])
+def test_named_documents_in_hybrids(tmp_path: Path, name: str) -> None:
+    model, ids = linear(save_source(tmp_path / "source", name), tmp_path, "gla", HYBRID), tokens(1, 33)
+    for told in (by_bounds((13, 20)), by_numbers((13, 20))):
+        assert relative_error(logits(model, ids, **told), apart(model, ids, (13, 20))) < EXACT
+
+
+def test_bounds_count_through_all_rows(source: Path, tmp_path: Path) -> None:
+    model, ids = linear(source, tmp_path, "gla"), tokens(2, 20)
+    out = logits(model, ids, **by_bounds((7, 13, 20)))
+    assert relative_error(out[:1], apart(model, ids[:1], (7, 13))) < EXACT
+    assert relative_error(out[1:], logits(model, ids[1:])) < EXACT
+    with pytest.raises(ValueError, match=r"must end at 40 for 2 rows of 20 tokens.* It ends at 20"):
+        logits(model, ids, **by_bounds((7, 13)))
+    with pytest.raises(ValueError, match=r"seq_idx \[1, 12\] must be \[2,20\]"):
+        logits(model, ids, **by_numbers((5, 7)))
+
+
+def test_named_documents_go_on_from_a_cache(source: Path, tmp_path: Path) -> None:
+    model, ids = linear(source, tmp_path, "gla"), tokens(1, 30)
+    with torch.no_grad():
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        out = model(ids[:, 8:], past_key_values=cache, use_cache=True, **by_bounds((5, 17))).logits
+    assert relative_error(out, apart(model, ids, (13, 17))[:, 8:]) < EXACT
+
+
+def test_images_place_named_documents_themselves(tmp_path: Path) -> None:
+    """Qwen2-VL numbers rows and columns of images, and knows of no documents."""
+    sizes = shrunk(Qwen2VLConfig)
+    sizes["text_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    torch.manual_seed(0)
+    Qwen2VLForConditionalGeneration._from_config(Qwen2VLConfig(**sizes)).save_pretrained(tmp_path / "source")
+    model, ids = linear(tmp_path / "source", tmp_path, "gla"), tokens(1, 33) % 90
+    assert relative_error(logits(model, ids, **by_bounds((13, 20))), apart(model, ids, (13, 20))) < EXACT
+    with pytest.raises(ValueError, match="with images, and no position_ids"):
+        logits(model, ids, pixel_values=torch.zeros(4, 12), **by_bounds((13, 20)))

@@ -36,7 +36,7 @@ from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, scor
 from linearize.recipe.data import rooted
 from linearize.recipe.recipe import load_recipe
 from linearize.terminal.tables import remarks
-from linearize.train.runs import converted_from
+from linearize.train.runs import converted_from, heldout_of
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
 from linearize_kernels.hf.seam import mixers_of
@@ -577,6 +577,25 @@ def test_a_run_names_its_text_and_its_teacher(linearize: Command, folder: Path, 
         code, _, err = linearize("eval", folder, "--recipe", other)
         told = f"--recipe {other}: no run and no recipe file is there.{near}"
         assert (code, told in " ".join(err.split())) == (2, True), err
+
+
+@pytest.mark.parametrize("named", ["demo", "models/source", "Qwen/Qwen3-0.6B"])
+def test_the_teacher_of_a_run_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """As `Next:` of a run prints it: the demo by its name, a folder by a path relative to where the run began."""
+    run, start = tmp_path / "run", tmp_path / "start"
+    run.mkdir()
+    (start / "models" / "source").mkdir(parents=True)
+    (start / "models" / "source" / "config.json").write_text("{}")
+    recipe = {"model": {"base": named}, "convert": {}, "data": {"eval": None, "pack": {}}, "eval": {"max_tokens": 1}}
+    recipe["convert"] = {"to": "gsa"}
+    (run / "run.json").write_text(json.dumps({"recipe": recipe, "folder": str(start)}))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = heldout_of(run)[1]
+    expected = {"demo": str(model_folder()), "models/source": str(start / "models" / "source")}
+    assert found == expected.get(named, named)
 
 
 def test_a_run_from_a_converted_model_has_the_teacher_that_its_student_names(

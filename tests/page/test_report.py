@@ -24,7 +24,7 @@ from linearize.page import charts
 from linearize.page import html as page_html
 from linearize.page.drawing import COLOURS, Drawing, stacked
 from linearize.page.record import read_run
-from linearize.page.report import card_pictures, pictures, report_page
+from linearize.page.report import card_pictures, pictures, report_page, times
 
 SECTIONS = [
     "converted",
@@ -537,3 +537,9 @@ def test_eighty_layers_fit_on_a_strip_and_on_an_axis() -> None:
     chart = charts.before_after("error", list(range(80)), {}, after, [], "error", True)
     labels = [node.text for node in ElementTree.fromstring(chart.svg()).iter("text")]
     assert sum(str(label).isdigit() for label in labels) < 40
+
+
+def test_a_ratio_that_is_no_number_is_not_called_one() -> None:
+    assert times(3.0, 2.0) == "1.500x"
+    for ours, theirs in ((math.nan, 2.0), (3.0, 0.0), (math.inf, 2.0)):
+        assert times(ours, theirs) == "not finite"

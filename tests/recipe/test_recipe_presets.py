@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -445,3 +447,14 @@ def test_the_table_of_stages_fits_a_terminal(
 )
 def test_counts_for_people(count: float, text: str) -> None:
     assert short(count) == text
+
+
+def test_a_full_disk_leaves_no_half_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LinearizeError) as caught:
+        copy(presets()[0].name, tmp_path)
+    assert caught.value.code == Exit.RESOURCE
+    assert not [*tmp_path.iterdir()]

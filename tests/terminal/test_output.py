@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -15,6 +17,7 @@ import torch
 from conftest import Command
 from models import save_source
 
+from linearize.errors import absent, nearest, resource_error
 from linearize.terminal.output import CHATTY, counted, duration, nats, print_json, printable, say, show
 from linearize.terminal.tables import checks_table, console
 from linearize.train.device import device_name
@@ -161,3 +164,23 @@ def test_packages_that_warn_when_imported_are_silent(linearize: Command) -> None
     for name in CHATTY:
         assert not logging.getLogger(name).isEnabledFor(logging.WARNING)
         assert logging.getLogger(name).isEnabledFor(logging.ERROR)
+
+
+def test_a_name_that_is_begun_comes_before_one_that_is_like_it() -> None:
+    assert nearest("a100", ["h100", "a100-80g", "a100-40g"]) == "a100-80g"
+    assert nearest("h10", ["h100", "h200"]) == "h100"
+    assert nearest("", ["h100"]) is None
+
+
+def test_a_link_to_nothing_is_called_one(tmp_path: Path) -> None:
+    link = tmp_path / "a.txt"
+    link.symlink_to(tmp_path / "gone" / "b.txt")
+    message = absent(link).message
+    assert message == f"no such file '{link}'. It is a link to {tmp_path / 'gone' / 'b.txt'}, which is not there."
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.EFBIG, "larger than"), (errno.ENOSPC, "no space left")])
+def test_a_limit_on_files_is_no_full_disk(number: int, said: str) -> None:
+    found = resource_error(OSError(number, os.strerror(number), "x.bin"))
+    assert found is not None
+    assert said in found.message

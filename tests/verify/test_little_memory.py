@@ -120,7 +120,7 @@ def test_an_upgrade_compares_what_fits(
     left(monkeypatch, share * numbers([folder]))
     asked, running, highest, meeting = list[int](), list[int](), [0], threading.Barrier(2)
 
-    def reload(path: Path, first: int) -> Any:
+    def reload(path: Path, first: int, padded: bool = True) -> Any:
         asked.append(first)
         running.append(1)
         highest.append(sum(running))

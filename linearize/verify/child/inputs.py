@@ -191,11 +191,11 @@ def outcome(model: Any, inputs: dict[str, Any], mask: Tensor | None = None) -> T
     return torch.cat([value.float().flatten() for value in found])
 
 
-def outputs(model: Any) -> Tensor:
-    """`outcome` for inputs that are the same for every copy of a model; one row of text has padding."""
+def outputs(model: Any, padded: bool = True) -> Tensor:
+    """`outcome` for inputs that are the same for every copy of a model; one row of text has padding, if `padded`."""
     inputs = make_inputs(model, 2, tokens_of(model, 24))
     mask = None
-    if [*inputs] == ["input_ids"]:
+    if padded and [*inputs] == ["input_ids"]:
         mask = torch.ones_like(inputs["input_ids"])
         mask[1, slice(0, 5) if writes_text(model) else slice(-5, None)] = 0
     return outcome(model, inputs, mask)
