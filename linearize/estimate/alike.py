@@ -3,7 +3,7 @@
 A pass runs the first two layers of each kind, and the last two of all, since the output of the last but one is freed
 when the layers are over. Every other layer is left out: it gives back its input, and its place on the tracker's
 timeline gets a copy of what the second layer of its kind did there, forward and backward. So memory and work are those
-of the whole model, and the passes are those of a few layers. A model whose layers cannot be left out is rehearsed whole.
+of the whole model, and the passes are those of a few layers. Where layers cannot be left out, all are rehearsed.
 """
 
 from __future__ import annotations

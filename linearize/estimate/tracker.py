@@ -102,9 +102,9 @@ class Tracker(TorchDispatchMode):
     """Within: storages are counted. Entered inside of FakeTensorMode, of which it answers questions about values.
 
     `parts` are the bytes alive now, `peak` those at the moment with the largest sum, `highest` that sum, and `work`
-    what was computed, since the last `begin` or `restart`. `room` may say what an operation holds at most while it runs,
-    its outputs included. New storages are `activations`, or `logits` where the last of three or more dimensions is one
-    of `vocabularies`; `label` says otherwise.
+    what was computed, since the last `begin` or `restart`. `room` may say what an operation holds at most while it
+    runs, its outputs included. New storages are `activations`, or `logits` where the last of three or more dimensions
+    is one of `vocabularies`; `label` says otherwise.
 
     `begin` divides time into spans, each with an owner. A storage that is made in the span of a layer which counts for
     several, by `weights`, and is freed in a span that no layer owns, is freed so many times.
