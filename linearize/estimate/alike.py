@@ -152,7 +152,7 @@ def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
     if place == len(layers.modules) - 1:
         tracker.begin(None)
     if isinstance(first, Tensor) and first.requires_grad and torch.is_grad_enabled():
-        following = []
+        following = list[int]()
         while place + 1 + len(following) in layers.stands_for:
             following.append(place + 1 + len(following))
 
