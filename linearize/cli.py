@@ -46,6 +46,7 @@ app = typer.Typer(
     name="linearize",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes around it take longer to import than all the rest of `--help`
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Replace softmax attention in a pretrained Transformer by a linear-time mechanism, distil, save.",
 )
@@ -136,7 +137,8 @@ app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.add_typer(bench.bench, name="bench")
 
-# Typer keeps the line ends of every paragraph but the first.
+# Typer keeps the line ends of every paragraph but the first, and cuts what it lists a command with.
 for group in (app, recipes.recipes, bench.bench):
     for command in group.registered_commands:
         command.help = unwrapped(getdoc(command.callback) or "")
+        command.short_help = command.help.partition("\n\n")[0]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..demo import named_base
+from ..terminal.arguments import model as model_name
 from ..terminal.arguments import path
 from ..terminal.output import Json, finite, print_json, say, show
 from ..terminal.progress import TORCH, starting
@@ -71,7 +71,7 @@ def bench_kernels(
 def bench_model(
     model: Annotated[
         str | None,
-        typer.Argument(help="Model: a local folder, a Hub id, or demo. Only its config is read.", parser=named_base),
+        typer.Argument(help="Model: a local folder, a Hub id, or demo. Only its config is read.", parser=model_name),
     ] = None,
     shape: Annotated[
         str | None,

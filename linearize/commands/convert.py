@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ..demo import named_base
 from ..errors import LinearizeError
+from ..terminal.arguments import model as model_name
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=named_base)],
+    model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=model_name)],
     to: Annotated[
         str | None,
         typer.Option(
@@ -109,12 +109,20 @@ def convert(
     """Replace softmax attention and write an ordinary Hugging Face model folder."""
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
+    from ..plan.mechanisms import check_name
+
+    if to is not None:
+        check_name(to)
     with starting():
+        from ..plan.mechanisms import parse_settings
+        from ..plan.plan import make_steps
+
+        if to is not None:  # an option that is wrong for every model is told before transformers' models are imported
+            make_steps([], to, parse_settings(settings or []))
         from .. import convert as of_transformers
         from ..diffusion import convert as of_diffusers
         from ..hub import push as hub
         from ..plan.keep import is_auto
-        from ..plan.mechanisms import parse_settings
         from ..terminal.tables import plan_table
 
     story: Any = of_diffusers if of_diffusers.holds_diffusers(model) else of_transformers

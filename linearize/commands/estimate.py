@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.arguments import check_base
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
 
@@ -31,6 +32,7 @@ def estimate(
 
     It reads configs alone, no weights and no data. With --measure it also runs steps.
     """
+    check_base(overrides or [])
     from ..recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal.arguments import check_base
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
 
@@ -23,6 +24,7 @@ def finetune(
     as_json: Json = False,
 ) -> None:
     """Convert a model and train it by a recipe's stages: attention transfer, logit KL, finetuning."""
+    check_base(overrides or [])
     from ..diffusion.recipe import holds_latents
     from ..recipe.recipe import load_recipe
 

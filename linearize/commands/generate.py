@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ..demo import named_base
+from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, counted, print_json, say, show
 from ..terminal.progress import starting
 
 
 def generate(
     model: Annotated[
-        str, typer.Argument(help="Model: a local folder, converted or not, a Hub id, or demo.", parser=named_base)
+        str, typer.Argument(help="Model: a local folder, converted or not, a Hub id, or demo.", parser=model_name)
     ],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 64,

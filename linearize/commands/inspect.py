@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ..demo import named_base
+from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, print_json
 from ..terminal.progress import starting
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=named_base)],
+    model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=model_name)],
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
     ] = False,

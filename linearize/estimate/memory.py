@@ -24,9 +24,10 @@ from ..train.save import meta_model
 from ..train.small_adamw import fresh_state
 from ..train.student import Student, inject_lora, is_source
 from ..train.teacher import Named, find_teacher, give_teacher
+from .alike import Layers, Unlike, find_layers, rehearsed_once, whole
 from .kernels import as_on_gpu
 from .step import Step
-from .tracker import Tracker, Work
+from .tracker import Tracker, Work, total
 
 NONE = Work()
 PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits")
@@ -65,6 +66,18 @@ class Memory:
         return sum(self.parts.values())
 
 
+@dataclass
+class Counted:
+    """What a step held and computed: fields of `Memory`, of whose parts it is the peak."""
+
+    peak: Counter[str]
+    saved: int = 0
+    work: Work = NONE
+    evaluated: Work = NONE
+    host: int = 0
+    reason: str = ""
+
+
 def moments(parameter: Tensor, small: bool) -> list[Tensor]:
     """What an optimizer keeps of a parameter, but for its step count."""
     if small:
@@ -96,13 +109,13 @@ class FakeHost(Host):
     """Counts the bytes that go away, of fake tensors."""
 
     def __init__(self, tracker: Tracker) -> None:
-        self.tracker, self.bytes = tracker, 0
+        self.tracker = tracker
 
     def takes(self, tensor: Tensor) -> bool:
         return tensor.nbytes >= LEAST and self.tracker.part_of(tensor) in ("activations", "logits")
 
     def away(self, tensor: Tensor) -> Any:
-        self.bytes += tensor.nbytes
+        self.tracker.host(tensor.nbytes)
         return tensor.shape, tensor.dtype, tensor.device
 
     def back(self, kept: Any) -> Tensor:
@@ -137,7 +150,9 @@ class Rehearsal:
         if precision != "no" and recipe.model.dtype is not None:
             dtype = getattr(torch, recipe.model.dtype)
         self.dtype = dtype
-        import peft.tuners.tuners_utils  # noqa: F401  imports bitsandbytes, which would make its tables of fake tensors
+        if any(stage.lora is not None for stage in recipe.stages):
+            # It imports bitsandbytes, which would make its tables of fake tensors.
+            import peft.tuners.tuners_utils  # noqa: F401
 
         with self.mode, Tracker():  # which answers what initialisers ask of values
             self.model = meta_model(folder, planned, dtype, recipe.model.trust_remote_code, device="cpu")
@@ -188,35 +203,22 @@ class Rehearsal:
         """The peak of stage `number`; the stages before it must have been asked for."""
         recipe, stage, self._left = self.recipe, self.recipe.stages[number], self.STAGE
         step = Step(recipe, stage, self.student, self.precision, self.stored_logits)
-        models = [model for model in (self.model, self.student.other) if model is not None]
-        tracker = Tracker({getattr(model.config.get_text_config(), "vocab_size", 0) or 0 for model in models})
         if stage.lora is not None and self.student.lora is None:
             self._adapt(stage.lora)
         with self.mode:
             step.prepare()
-            step.host = host = FakeHost(tracker)
-            with tracker:
-                kept = self._keep(tracker, step)
-                reason, saved, work = "", 0, NONE
-                try:
-                    saved, work = self._run(tracker, step)
-                except Exception as error:  # code of many architectures, which may ask for values
-                    if isinstance(error, LinearizeError):
-                        raise
-                    reason = f"{type(error).__name__}: {reason_of(error)}"
-            self._tell(self._left)
-            peak = Counter(tracker.peak)
-            if reason:
-                peak = Counter({part: tracker.parts[part] for part in PARTS[:5]})
-            del kept
-            for parameter in step.parameters:
-                parameter.grad = None
+            models = [model for model in (self.model, self.student.other) if model is not None]
+            try:
+                found = self._count(step, models, find_layers(models))
+            except Unlike:
+                found = self._count(step, models, [])
+        self._tell(self._left)
         state = self.student.state()
         return Memory(
-            {part: int(peak[part]) for part in PARTS},
-            saved=saved,
-            work=work,
-            evaluated=NONE if reason else tracker.work,
+            {part: int(found.peak[part]) for part in PARTS},
+            saved=found.saved,
+            work=found.work,
+            evaluated=found.evaluated,
             trained=sum(p.numel() for p in step.parameters),
             tensors=len(step.parameters),
             checkpoint=sum(t.numel() * t.element_size() for t in state.values()),
@@ -225,9 +227,34 @@ class Rehearsal:
             aside=sum(p.nbytes for name, p in self.student.named_parameters() if name in self.student.originals),
             gathered=self._gathered(step),
             early=self._early(step),
-            host=host.bytes,
-            reason=reason,
+            host=found.host,
+            reason=found.reason,
         )
+
+    def _count(self, step: Step, models: list[Any], lists: list[Layers]) -> Counted:
+        """What a step that is prepared holds and computes, with the layers of these lists that are alike run once.
+
+        Raises Unlike where they cannot be.
+        """
+        tracker = Tracker({getattr(model.config.get_text_config(), "vocab_size", 0) or 0 for model in models})
+        step.host = FakeHost(tracker)
+        try:
+            with tracker:
+                kept = self._keep(tracker, step)
+                try:
+                    return self._run(tracker, step, lists)
+                except Unlike:
+                    raise
+                except Exception as error:  # code of many architectures, which may ask for values
+                    if isinstance(error, LinearizeError):
+                        raise
+                    alive = Counter({part: tracker.parts[part] for part in PARTS[:5]})
+                    return Counted(alive, reason=f"{type(error).__name__}: {reason_of(error)}")
+                finally:
+                    del kept
+        finally:
+            for parameter in step.parameters:
+                parameter.grad = None
 
     def _adapt(self, lora: Any) -> None:
         """Adapters, made with memory: peft converts their dtype, which modules of fake tensors refuse."""
@@ -305,31 +332,39 @@ class Rehearsal:
                 tracker.label([parameter.grad], "gradients")
         return kept
 
-    def _run(self, tracker: Tracker, step: Step) -> tuple[int, Work]:
-        """A micro batch, then an evaluation, whose work is the tracker's; returns what was saved when a backward pass
-        began, and the work of the micro batch."""
-        saved, passes = [0], len(mixers_of(self.model)) if step.transfers else 1
+    def _run(self, tracker: Tracker, step: Step, lists: list[Layers]) -> Counted:
+        """A micro batch, then an evaluation."""
+        passes = len(mixers_of(self.model)) - sum(len(one.stands_for) for one in lists) if step.transfers else 1
 
         def note(parameter: Tensor) -> None:
             tracker.label([parameter.grad], "gradients")
 
         def look() -> None:
-            saved.append(tracker.parts["activations"] + tracker.parts["logits"])
-            self._tell(1 / passes)
+            tracker.look()
+            self._tell(1 / max(passes, 1))
+
+        def ended() -> None:
+            if not step.transfers:  # whose backward passes are within those of layers
+                tracker.begin(None)
 
         handles = [p.register_post_accumulate_grad_hook(note) for p in step.parameters]
         tracker.restart()
+        start = Counter(tracker.parts)
         try:
             batch = step.batch()
-            with as_on_gpu(self.model) if self.gpu else contextlib.nullcontext() as tracker.room:
-                step.micro_batch(batch, look)
+            with (
+                as_on_gpu(self.model) if self.gpu else contextlib.nullcontext() as tracker.room,
+                rehearsed_once(lists, tracker),
+            ):
+                step.micro_batch(batch, look, ended)
                 self._tell(1)
-                work, tracker.work = tracker.work, Work()
-                peak = tracker.peak
+                trained = whole(tracker.cut(), lists)
                 step.evaluate(batch)
-                if self.recipe.data_for(step.stage).eval is None:
-                    tracker.peak = peak
+                evaluated = whole(tracker.cut(), lists)
         finally:
             for handle in handles:
                 handle.remove()
-        return max(saved), work
+        of_step = total(trained, start)
+        of_both = of_step if self.recipe.data_for(step.stage).eval is None else total(trained + evaluated, start)
+        work = total(evaluated, of_step.end).work
+        return Counted(of_both.peak, of_step.seen, of_step.work, work, of_step.hosted)

@@ -82,9 +82,14 @@ class Step:
         kept = caches_casts(self.recipe, zero=False)
         return lambda: torch.autocast(device.type, dtype, cache_enabled=kept)
 
-    def micro_batch(self, batch: Batch, before_backward: Callable[[], None] = lambda: None) -> None:
+    def micro_batch(
+        self,
+        batch: Batch,
+        before_backward: Callable[[], None] = lambda: None,
+        after_backward: Callable[[], None] = lambda: None,
+    ) -> None:
         """Forward and backward, as `StageLoop._micro_batch`; `before_backward` is called when a forward pass is over,
-        of a transfer after that of each layer's mixer."""
+        of a transfer after that of each layer's mixer, `after_backward` when the backward pass is."""
         model, device = self.student.model, batch["labels"].device
         autocast = self.autocast(device)
         set_training(model)
@@ -93,6 +98,7 @@ class Step:
         def backward(loss: Tensor) -> None:
             before_backward()
             loss.backward()
+            after_backward()
 
         if self.transfers:
             layers = [module.mixer.site.layer for module in model.modules() if hasattr(module, "mixer")]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 aten = torch.ops.aten
@@ -27,6 +27,8 @@ OF_CPU: dict[Any, Any] = {
 }
 
 
+# Attributes that Python asks a fake tensor for by an operation: half of all that it dispatches.
+DEVICE = torch.ops.prim.device.default
 TAKES_ROWS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 
 
@@ -47,28 +49,118 @@ class Work:
         return Work(self.flops * count, self.launches * count, self.moved * count)
 
 
+@dataclass(frozen=True)
+class Span:
+    """What happened between two moments, as changes since the first of them: bytes by part at its end, and when most
+    were alive (`highest` is their sum); the most that a look saw of activations and logits; bytes sent to the host."""
+
+    owner: Any
+    change: Counter[str]
+    peak: Counter[str]
+    highest: int
+    work: Work
+    seen: int | None
+    hosted: int
+
+
+@dataclass(frozen=True)
+class Total:
+    """A timeline as one: bytes by part at its peak, whose sum is `highest`, and at its end; `seen` is the most of any
+    look."""
+
+    peak: Counter[str]
+    highest: int
+    end: Counter[str]
+    work: Work
+    seen: int
+    hosted: int
+
+
+def total(spans: Iterable[Span], start: Counter[str]) -> Total:
+    """These spans one after another, where so many bytes are alive at the start."""
+    now, alive = Counter(start), sum(start.values())
+    peak, highest, work, seen, hosted = Counter(start), alive, Work(), 0, 0
+    for span in spans:
+        if alive + span.highest > highest:
+            highest, peak = alive + span.highest, merged(now, span.peak)
+        if span.seen is not None:
+            seen = max(seen, now["activations"] + now["logits"] + span.seen)
+        now = merged(now, span.change)
+        alive = sum(now.values())
+        work, hosted = work + span.work, hosted + span.hosted
+    return Total(peak, highest, now, work, seen, hosted)
+
+
+def merged(one: Counter[str], other: Counter[str]) -> Counter[str]:
+    """Their sum; unlike `+` of counters it may be negative."""
+    found = Counter(one)
+    found.update(other)
+    return found
+
+
 class Tracker(TorchDispatchMode):
     """Within: storages are counted. Entered inside of FakeTensorMode, of which it answers questions about values.
 
-    `parts` are the bytes alive now, `peak` those at the moment with the largest sum since `restart`, `work` what was
-    computed since then, `highest` that sum. `room` may say what an operation holds at most while it runs, its outputs
-    included. New storages are `activations`, or `logits` where
-    the last of three or more dimensions is one of `vocabularies`; `label` says otherwise.
+    `parts` are the bytes alive now, `peak` those at the moment with the largest sum, `highest` that sum, and `work`
+    what was computed, since the last `begin` or `restart`. `room` may say what an operation holds at most while it
+    runs, its outputs included. New storages are `activations`, or `logits` where the last of three or more dimensions
+    is one of `vocabularies`; `label` says otherwise.
+
+    `begin` divides time into spans, each with an owner. A storage that is made in the span of a layer which counts for
+    several, by `weights`, and is freed in a span that no layer owns, is freed so many times.
     """
 
     def __init__(self, vocabularies: Collection[int] = ()) -> None:
         super().__init__()
         self.vocabularies = vocabularies
         self.parts: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self.work = Work()
         self.room: Callable[[Any, Any], int] | None = None
-        self.highest = self._now = 0
-        self._known: dict[int, tuple[Any, str, int]] = {}
+        self.weights: dict[Any, int] = {}
+        self._now = 0
+        self._known: dict[int, tuple[Any, str, int, Any]] = {}
+        self._spans: list[Span] = []
+        self._open(None)
+
+    def _open(self, owner: Any) -> None:
+        self.owner, self._start = owner, Counter(self.parts)
+        self._place = None if owner is None else (owner[1], owner[3])
+        self.peak, self.highest = Counter(self.parts), self._now
+        self._seen: int | None = None
+        self._hosted = 0
+        self._flops, self._launches, self._moved = 0.0, 0, 0
+
+    @property
+    def work(self) -> Work:
+        return Work(self._flops, self._launches, self._moved)
 
     def restart(self) -> None:
-        """Forget the peak and the work so far; what is alive stays counted."""
-        self.peak, self.highest, self.work = Counter(self.parts), self._now, Work()
+        """Forget the peak, the work and the spans so far; what is alive stays counted."""
+        self._spans = []
+        self._open(None)
+
+    def begin(self, owner: Any) -> None:
+        """End the span of now, and begin another: of (way, list, pass, layer), or of None."""
+        change, peak = Counter(self.parts), Counter(self.peak)
+        change.subtract(self._start)
+        peak.subtract(self._start)
+        before = sum(self._start.values())
+        self._spans.append(Span(self.owner, change, peak, self.highest - before, self.work, self._seen, self._hosted))
+        self._open(owner)
+
+    def cut(self) -> list[Span]:
+        """The spans since `restart`, or since the last cut."""
+        self.begin(None)
+        spans, self._spans = self._spans, []
+        return spans
+
+    def look(self) -> None:
+        """Note what is alive of activations and logits."""
+        now = sum(self.parts[part] - self._start[part] for part in ("activations", "logits"))
+        self._seen = now if self._seen is None else max(self._seen, now)
+
+    def host(self, count: int) -> None:
+        """Note bytes that went to the host's memory."""
+        self._hosted += count
 
     def label(self, tensors: Iterable[Tensor | None], part: str) -> None:
         """Count the storages of these tensors as `part`, known before or not."""
@@ -81,33 +173,41 @@ class Tracker(TorchDispatchMode):
         known = self._known.get(id(tensor.untyped_storage()))
         return known[1] if known else ""
 
-    def _add(self, tensor: Tensor, part: str, again: bool = False) -> None:
+    def _add(self, tensor: Tensor, part: str, again: bool = False) -> bool:
+        """Count a tensor's storage; whether it is new."""
         storage = tensor.untyped_storage()
-        key, count = id(storage), storage.nbytes()
+        key = id(storage)
         if key in self._known:
             if again:
-                reference, before, _ = self._known[key]
+                count = storage.nbytes()
+                reference, before, _, place = self._known[key]
                 self.parts[before] -= count
                 self.parts[part] += count
-                self._known[key] = reference, part, count
-            return
-        self._known[key] = weakref.ref(storage, lambda _: self._gone(key)), part, count
+                self._known[key] = reference, part, count, place
+            return False
+        count = storage.nbytes()
+        self._known[key] = weakref.ref(storage, lambda _: self._gone(key)), part, count, self._place
         self.parts[part] += count
         self._now += count
         if self._now > self.highest:
             self.highest, self.peak = self._now, Counter(self.parts)
+        return True
 
     def _gone(self, key: int) -> None:
-        _, part, count = self._known.pop(key)
+        _, part, count, place = self._known.pop(key)
+        if self.owner is None and place is not None:
+            count *= self.weights.get(place, 1)
         self.parts[part] -= count
         self._now -= count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         if func is aten._local_scalar_dense.default:  # the code asks for a value, which fake tensors do not have
             return False if args[0].dtype == torch.bool else 0
         kwargs = kwargs or {}
         if self.room is not None and (held := self.room(func, args)) and self._now + held > self.highest:
-            self.highest, self.peak = self._now + held, self.parts + Counter({"activations": held})
+            self.highest, self.peak = self._now + held, merged(self.parts, Counter({"activations": held}))
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         count, flops = flop_registry.get(packet), 0.0
@@ -115,17 +215,27 @@ class Tracker(TorchDispatchMode):
             flops = count(*args, **kwargs, out_val=out)
         elif packet in OF_CPU:
             flops = OF_CPU[packet](*args, out_val=out)
-        before = len(self._known)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                logits = leaf.ndim >= 3 and leaf.shape[-1] in self.vocabularies
-                self._add(leaf, "logits" if logits else "activations")
-        if func._schema.is_mutable or len(self._known) > before:  # a view is no launch
-            self.work += Work(flops, 1, 0 if flops else moved(packet, args, out))
+        made = False
+        for leaf in tensors_in(out):
+            logits = leaf.ndim >= 3 and leaf.shape[-1] in self.vocabularies
+            made |= self._add(leaf, "logits" if logits else "activations")
+        if made or func._schema.is_mutable:  # a view is no launch
+            self._flops += flops
+            self._launches += 1
+            self._moved += 0 if flops else moved(packet, args, out)
         return out
+
+
+def tensors_in(values: Any) -> Iterable[Tensor]:
+    """The tensors among an operation's arguments or results."""
+    if isinstance(values, Tensor):
+        return (values,)
+    if not isinstance(values, tuple | list):
+        return ()
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def moved(packet: Any, args: Any, out: Any) -> int:
     """Bytes that an operation reads and writes; of a table from which it takes rows, those rows."""
-    written, read = (sum(x.nbytes for x in tree_leaves(part) if isinstance(x, Tensor)) for part in (out, args))
+    written, read = (sum(x.nbytes for x in tensors_in(part)) for part in (out, args))
     return written + (min(read, 2 * written) if packet in TAKES_ROWS else read)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import LinearizeError
+from ..demo import named_base
+from ..errors import Exit, LinearizeError, near_path
+
+# What the Hub takes as user/repo, or as one of the first models there.
+HUB_ID = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?")
 
 
 def path(word: str | Path) -> Path:
@@ -13,3 +20,24 @@ def path(word: str | Path) -> Path:
     if not str(word).strip():
         raise LinearizeError("the name of a file or folder is empty. Give a name; . is this folder")
     return Path(word)
+
+
+def model(word: str) -> str:
+    """The folder or Hub id of a model. Raises LinearizeError (exit 3) for what is neither: a name that no folder here
+    has and no repository can have. That is known before torch is imported."""
+    name = named_base(word)
+    folder = Path(os.path.expanduser(name))
+    if name.strip() and not os.path.lexists(folder) and not HUB_ID.fullmatch(name):
+        near = near_path(folder, "*/")
+        message = f"no such folder {name!r}, and it is no Hub id (user/repo){near and '.'}{near}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
+    return name
+
+
+def check_base(overrides: Iterable[str]) -> None:
+    """Raise LinearizeError (exit 3) where overrides of a recipe name a base that is no model: see `model`. The recipe's
+    own checks import torch."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "model.base" and not value.startswith(("{", "'", '"')):
+            model(value)

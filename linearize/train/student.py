@@ -9,6 +9,7 @@ adapters.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -279,9 +280,9 @@ def is_source(name: str) -> bool:
 
 @contextlib.contextmanager
 def _adapters(module: nn.Module, enabled: bool) -> Iterator[None]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
+    # Importing peft takes longer than the rest of an estimate; where nothing has, there are no adapters.
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    layers: list[Any] = [] if peft is None else [m for m in module.modules() if isinstance(m, peft.BaseTunerLayer)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
         # The flag alone: peft's own switch would also flip requires_grad of the adapter in the middle of a step.

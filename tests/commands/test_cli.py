@@ -92,6 +92,42 @@ def test_commands_import_no_more_than_they_need(source: Path, tmp_path: Path) ->
     assert later == [needed] * len(models)
 
 
+ANSWERS: dict[str, tuple[list[str], int, str]] = {
+    "help": (["--help"], 0, "convert"),
+    "flag": (["convert", "--hepl"], Exit.USAGE, "--help"),
+    "preset": (["finetune", "hybird"], Exit.USAGE, "'hybrid'"),
+    "key": (["estimate", "hybrid", "model.bsae=demo"], Exit.USAGE, "'base'"),
+    "folder": (["inspect", "./nowhere"], Exit.INCOMPATIBLE, "'./nowhere'"),
+    "folder of a recipe": (["finetune", "hybrid", "model.base=./nowhere"], Exit.INCOMPATIBLE, "'./nowhere'"),
+    "mechanism": (["convert", "demo", "--to", "gas"], Exit.USAGE, "'gsa'"),
+}
+ASK = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from linearize.cli import main
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:], out = words, io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out):
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    found.append([code, out.getvalue(), [name for name in ("torch", "transformers", "rich") if name in sys.modules]])
+print(json.dumps(found))
+"""
+
+
+def test_what_is_wrong_at_once_is_told_without_torch() -> None:
+    """Help, and a wrong flag, preset, key, folder or mechanism, need a tenth of the time that torch takes to import."""
+    given = json.dumps([words for words, _, _ in ANSWERS.values()])
+    done = subprocess.run([sys.executable, "-c", ASK, given], capture_output=True, text=True, check=True)
+    for (name, (_, code, words)), (found, text, imported) in zip(ANSWERS.items(), json.loads(done.stdout), strict=True):
+        assert (name, found, imported) == (name, code, [])
+        assert words in text, text
+
+
 def test_version(linearize: Command) -> None:
     assert linearize("--version") == (0, f"{__version__}\n", "")
 

@@ -17,11 +17,13 @@ import torch
 from conftest import with_slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import base, make_recipe, stage, train, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import linearize.finetune as story
 from linearize.errors import Exit, LinearizeError
-from linearize.estimate import kernels
+from linearize.estimate import kernels, memory
 from linearize.estimate.advice import fitting_rows, written
+from linearize.estimate.alike import Layers, Unlike, find_layers
 from linearize.estimate.estimate import estimate, packed_tokens
 from linearize.estimate.gpus import CARDS, Device, card, cpu_rates, per_hour, present
 from linearize.estimate.kernels import most_of
@@ -191,6 +193,72 @@ def test_products_are_those_of_the_weights(root: Path, tmp_path: Path) -> None:
     model = load_converted(folder, torch.float32, False)
     weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and ".mixer." not in n)
     assert 4 * 8 * 2 * weights * 4 < found.work.flops < 4 * 8 * 2 * weights * 4 * 2
+
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 10},
+    "gemma3_text": {
+        "num_hidden_layers": 12,
+        "sliding_window": 8,
+        "layer_types": 6 * ["sliding_attention", "full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", with_slow(HYBRIDS, "gemma3_text"))
+def test_layers_that_are_alike_are_rehearsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A few layers say the same as all of them: peak by part, work, what waits on the host; of each kind of stage."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(name, **shape, **heads, **HYBRIDS[name], dtype="bfloat16")
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(tmp_path / "source")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    kinds = TRANSFER, stage("logit_kl", "new", name="new"), stage("logit_kl", ["new", "lora"], name="lora"), KL
+    convert = {"mechanism": "gsa", "options": {"slots": 8, "window": 4}, "keep_softmax": "auto:25%"}
+    runtime = {"device": "cpu", "precision": "bf16", "gradient_checkpointing": True, "offload_activations": True}
+    recipe = make_recipe(tmp_path, tmp_path / "source", *kinds, convert=convert, runtime=runtime)
+    left_out: list[int] = []
+
+    def rehearse(few: bool) -> list[Any]:
+        def lists(models: Any) -> Any:
+            found = find_layers(models) if few else []
+            left_out.extend(len(one.stands_for) for one in found)
+            return found
+
+        monkeypatch.setattr(memory, "find_layers", lists)
+        with story.from_configs(recipe) as (planned, folder):
+            rehearsal = Rehearsal(recipe, planned, folder, "bf16", gpu=True)
+            return [rehearsal.stage(number) for number in range(len(kinds))]
+
+    of_few, of_all = rehearse(True), rehearse(False)
+    assert len(left_out) == len(kinds)
+    assert min(left_out) > 0
+    for few, whole in zip(of_few, of_all, strict=True):
+        assert not few.reason
+        # The mean of a transfer's losses reads four bytes a layer.
+        assert few.work.moved == pytest.approx(whole.work.moved, rel=1e-4)
+        assert replace(few, work=replace(few.work, moved=whole.work.moved)) == whole
+
+
+def test_a_layer_of_another_form_is_rehearsed_with_all(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where layers that look alike cannot be left out, the model is rehearsed whole."""
+    recipe = make_recipe(tmp_path, base(root, "llama"), KL)
+    asked: list[int] = []
+    count = Rehearsal._count
+
+    def counted(self: Rehearsal, step: Step, models: Any, lists: Any) -> Any:
+        asked.append(len(lists))
+        if lists:
+            raise Unlike("passes on more")
+        return count(self, step, models, lists)
+
+    monkeypatch.setattr(memory, "find_layers", lambda models: [Layers(0, [], {})])
+    monkeypatch.setattr(Rehearsal, "_count", counted)
+    assert not Rehearsal(recipe, None, base(root, "llama"), "no", gpu=False).stage(0).reason
+    assert asked == [1, 0]
 
 
 def test_bytes_are_those_that_operations_move() -> None:
