@@ -572,6 +572,7 @@ class Recipe(Strict):
         pack = Pack(
             seq_len=own.pack.seq_len or shared.pack.seq_len,
             text_key=own.pack.text_key or shared.pack.text_key,
+            rows=own.pack.rows or shared.pack.rows,
         )
         train = own.train or shared.train
         changes: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.augment import mixed
-from ..data.batches import Samples, collate, targets
+from ..data.batches import Samples, by_length, collate, targets
 from ..data.images import Images
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError, resource_error
@@ -215,7 +215,7 @@ class StageLoop:
         """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate, and the
         terms of a loss of two."""
         owner, accelerator = self.owner, self.owner.accelerator
-        micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
+        micro = by_length([self.batch(step, m) for m in range(self.stage.batch.accumulate)])
         data = owner.recipe.data_for(self.stage)
         if data.mixup or data.cutmix:
             place = owner.recipe.seed, self.number, step, accelerator.process_index

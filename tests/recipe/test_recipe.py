@@ -149,10 +149,12 @@ def test_stage_inherits_data(tmp_path: Path) -> None:
     transfer, kl = (recipe.data_for(stage).model_dump(exclude_none=True) for stage in recipe.stages)
     heldout, unchanged = {"demo": "heldout"}, {"erase": 0.0, "mixup": 0.0, "cutmix": 0.0, "repeats": 1}
     assert transfer == unchanged | {
-        "train": {"demo": "train"}, "eval": heldout, "pack": {"seq_len": 2048, "text_key": "body"},
+        "train": {"demo": "train"}, "eval": heldout, "pack": {"seq_len": 2048, "text_key": "body", "rows": "packed"},
     }  # fmt: skip
     assert kl == unchanged | {
-        "train": {"files": ("a.txt", "b.jsonl")}, "eval": heldout, "pack": {"seq_len": 64, "text_key": "body"},
+        "train": {"files": ("a.txt", "b.jsonl")},
+        "eval": heldout,
+        "pack": {"seq_len": 64, "text_key": "body", "rows": "packed"},
     }  # fmt: skip
 
 
