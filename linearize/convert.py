@@ -23,6 +23,7 @@ from .checkpoint.provenance import check_code_cache
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
+from .estimate import pays
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, WindowChoice, is_auto
 from .plan.mechanisms import present_options
@@ -252,6 +253,11 @@ def next_step(plan: Plan, folder: Path) -> str:
         f"distil it: {command}\n--dry-run tells the time.{'' if of_images else less}\n"
         f"The recipe's data are on the Hub; for your own{files} add {own}"
     )
+
+
+def slower(plan: Plan, source: Source, natives: SourceClasses) -> str:
+    """A note where softmax reads the model's inputs faster than the plan's layers do; empty where it does not."""
+    return pays.slower(plan, natives.source_config)
 
 
 def unread(source: Source, *_: Any) -> list[str]:

@@ -21,7 +21,10 @@ from linearize.data.masked import MaskedBlocks
 from linearize.data.packing import TextSource, build_blocks
 from linearize.data.texts import sentences, texts
 from linearize.errors import LinearizeError
+from linearize.finetune import finetune
 from linearize.measure.embeddings import passages, pooling_of, spearman
+from linearize.recipe.recipe import load_recipe
+from linearize.train.loop import set_training
 from linearize.train.losses import embedding_distance, pooled, similarity_error
 
 TEXTS = ["a small cat sat. it was warm", "rain fell all night on the roof of the barn", "go"]
@@ -201,3 +204,77 @@ def test_pooling_is_read_from_the_folder(tmp_path: Path) -> None:
     assert pooling_of(tmp_path) == "mean"
     with pytest.raises(LinearizeError, match="pools by max_tokens; linearize knows mean_tokens"):
         pooling_of(sentence_encoder(tmp_path / "c", "max_tokens"))
+
+
+def student_of(place: Path, source: Path, **changes: Any) -> Any:
+    """A recipe of both stages for a small sentence encoder, in `place`."""
+    words = ["cat", "sat", "rain", "fell", "roof", "barn", "warm", "night", "small", "all"]
+    generator = random.Random(0)
+    for name in ("a", "b"):
+        documents = [". ".join(" ".join(generator.choices(words, k=9)) for _ in range(30)) for _ in range(8)]
+        write(place / f"{name}.jsonl", documents)
+    batch = {"per_device": 4, "accumulate": 2}
+    stages = [
+        {"kind": "attention_transfer", "train": "new", "optimizer": {"lr": 1e-2}, "steps": 10, "batch": batch},
+        {
+            "kind": "feature_cosine",
+            "train": "all",
+            "loss": {"cosine": 1.0, "embedding": 0.5, "similarity": 2.0, "pooling": "mean"},
+            "optimizer": {"lr": 1e-3, "new_lr": 3e-3},
+            "steps": 20,
+            "batch": batch,
+            **changes,
+        },
+    ]
+    value = {
+        "version": 1,
+        "name": "sentences",
+        "output_dir": str(place / "run"),
+        "model": {"base": str(source)},
+        "convert": {"mechanism": "la", "options": {"feature_map": "hedgehog"}},
+        "data": {"train": {"files": "a.jsonl"}, "eval": {"files": "b.jsonl"}, "pack": {"seq_len": 40, "rows": "texts"}},
+        "stages": stages,
+        "finish": {"verify": False},
+    }
+    (place / "recipe.yaml").write_text(json.dumps(value))
+    return load_recipe(place / "recipe.yaml")
+
+
+def test_an_encoder_learns_its_teachers_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linearize.convert.verify", lambda *arguments: "not verified")
+    source = sentence_encoder(tmp_path / "source")
+    report = finetune(student_of(tmp_path, source))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in lines if row.get("stage") == "feature_cosine" and "embedding" in row]
+    assert len(rows) == 20
+    for row in rows:
+        terms = row["cosine"] + 0.5 * row["embedding"] + 2.0 * row["similarity"]
+        assert row["loss"] == pytest.approx(terms, rel=1e-4)
+    assert sum(row["loss"] for row in rows[-5:]) < 0.8 * sum(row["loss"] for row in rows[:5])
+    final = Path(report["output"])
+    ours = embedded(final, TEXTS)
+    model = SentenceTransformer(str(final), trust_remote_code=True, device="cpu")
+    torch.testing.assert_close(model.encode(TEXTS, convert_to_tensor=True), ours, rtol=1e-4, atol=1e-5)
+
+
+def test_features_are_learned_without_the_sources_dropout() -> None:
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertModel(BertConfig(**size, vocab_size=30))
+    ids = torch.arange(10)[None]
+
+    def noisy() -> bool:
+        return not torch.equal(model(ids).last_hidden_state, model(ids).last_hidden_state)
+
+    set_training(model)
+    assert noisy()
+    set_training(model, dropout=False)
+    assert not noisy()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    set_training(model, dropout=False)
+    assert not noisy()
+    assert any(module.training for module in model.modules())
+
+
+def test_a_loss_without_terms_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LinearizeError, match="cosine and embedding and similarity are all 0"):
+        student_of(tmp_path, tmp_path, loss={"cosine": 0.0})

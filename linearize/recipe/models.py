@@ -242,6 +242,11 @@ class Stage(Strict):
         return 0.0
 
     @property
+    def pooling(self) -> Literal["mean", "first"]:
+        """How one vector is made of a row's last hidden states."""
+        return "mean"
+
+    @property
     def tokens_at_once(self) -> int | None:
         """Tokens of each row whose logits are computed at a time; None: all."""
         return None
@@ -316,16 +321,26 @@ class AttentionTransfer(Stage):
         return "attention error"
 
 
-# The terms that a recipe may weigh, each a key with its factor.
-WEIGHED = [name for name, one in TERMS.items() if one.weight is not None]
+# The terms that a recipe may weigh, each a key with its factor: those of features, and the others.
+OF_FEATURES = [name for name, one in TERMS.items() if one.teacher == "features"]
+WEIGHED = [name for name in TERMS if name not in OF_FEATURES]
 if TYPE_CHECKING:
-    TermWeights = Strict
+    TermWeights = FeatureWeights = Strict
 else:
-    TermWeights = create_model(
-        "TermWeights",
-        __base__=Strict,
-        **{name: (OptionalFactor, Field(TERMS[name].weight, description=TERMS[name].about)) for name in WEIGHED},
+    TermWeights, FeatureWeights = (
+        create_model(
+            title,
+            __base__=Strict,
+            **{name: (OptionalFactor, Field(TERMS[name].weight, description=TERMS[name].about)) for name in names},
+        )
+        for title, names in (("TermWeights", WEIGHED), ("FeatureWeights", OF_FEATURES))
     )
+
+
+def check_weights(given: dict[str, Any], names: list[str]) -> None:
+    """Refuse a loss whose terms are all 0."""
+    if all(given.get(name) == 0 for name in names):
+        raise ParentError(f"{' and '.join(names)} are all 0: nothing to learn from")
 
 
 class LogitLoss(TermWeights):
@@ -337,8 +352,7 @@ class LogitLoss(TermWeights):
     @field_validator("tokens_at_once")
     @classmethod
     def _not_nothing(cls, size: int | None, info: ValidationInfo) -> int | None:
-        if all(info.data.get(name) == 0 for name in WEIGHED):
-            raise ParentError(f"{' and '.join(WEIGHED)} are all 0: nothing to learn from")
+        check_weights(info.data, WEIGHED)
         return size
 
 
@@ -401,15 +415,35 @@ class OnPolicyKL(Stage):
         return self.loss.temperature
 
 
+class FeatureLoss(FeatureWeights):
+    pooling: Literal["mean", "first"] = Field(default="mean", validate_default=True)
+    """How one vector is made of a row's last hidden states, for `embedding` and `similarity`: their mean, or the first
+    one, a class token."""
+
+    @field_validator("pooling")
+    @classmethod
+    def _not_nothing(cls, pooling: str, info: ValidationInfo) -> str:
+        check_weights(info.data, OF_FEATURES)
+        return pooling
+
+
 class FeatureCosine(Stage):
-    """One minus the cosine of the last hidden states and the teacher's, for models without a head."""
+    """Last hidden states beside the teacher's, for models without a head: one minus their cosine, and for sentence
+    encoders one minus that of each row's vector, and how similar two rows are."""
 
     kind: Literal["feature_cosine"]
     """The model learns its teacher's last hidden states."""
+    loss: FeatureLoss = FeatureLoss()
+    """What the loss adds up."""
 
     @property
     def weights(self) -> dict[str, float]:
-        return {"cosine": 1.0}
+        given = {name: getattr(self.loss, name) for name in OF_FEATURES}
+        return {name: weight for name, weight in given.items() if weight > 0}
+
+    @property
+    def pooling(self) -> Literal["mean", "first"]:
+        return self.loss.pooling
 
 
 class SFT(Stage):

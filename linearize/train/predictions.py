@@ -15,7 +15,7 @@ from ..data.augment import OTHERS, SHARE
 from ..data.batches import Batch, forward, is_numbers, real_tokens, targets
 from ..data.logits import INDICES, REST, VALUES
 from ..recipe.recipe import Stage
-from .losses import IGNORED, TopLogits, cosine_distance, cross_entropy, logit_kl, row_error, top_kl
+from .losses import IGNORED, TopLogits, cosine_distance, cross_entropy, logit_kl, pooled, row_error, top_kl
 from .student import Student
 
 
@@ -93,8 +93,8 @@ class Compared:
     batch: Batch
     """Labels and `valid` are [B,T], whatever part is compared."""
     counts: Tensor
-    """Valid tokens and targets [2] of the whole optimizer step, over micro batches and processes: every term is a sum
-    divided by one of them, so that micro batches add up."""
+    """Valid tokens, targets and rows [3] of the whole optimizer step, over micro batches and processes: every term is a
+    sum divided by one of them, so that micro batches add up."""
     ours: Tensor
     """The student's logits [B,t,V]; of a model without a head its last hidden states."""
     theirs: Tensor | TopLogits | None
@@ -113,6 +113,13 @@ class Compared:
         if self.stage.completions_alone:
             return self.targets != IGNORED, self.counts[1]
         return self.batch["valid"][:, self.part], self.counts[0]
+
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """One vector of each row [B,D], the student's and the teacher's, by the stage's pooling."""
+        assert isinstance(self.theirs, Tensor)
+        real, pooling = real_tokens(self.batch), self.stage.pooling
+        return pooled(self.ours, real, pooling), pooled(self.theirs, real, pooling)
 
     def divergence(self) -> Tensor:
         """How far the student's predictions are from the teacher's, at the stage's temperature."""

@@ -191,8 +191,8 @@ def end_to_end_loss(
     """logit_kl, on_policy_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared
     it, and `saving` a context of the student's pass that says where autograd keeps what it needs.
 
-    `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes. Returns the
-    loss and, where it has several terms, each by name, as `terms.total`.
+    `tokens` are the counts [valid, targets, rows] of the whole optimizer step, over micro batches and processes. With
+    the loss come its terms by name where it has several, as by `terms.total`.
     """
     if stage.tokens_at_once is not None:
         return chunked_loss(stage, student, wrapped, batch, tokens, autocast, saving)

@@ -1,8 +1,9 @@
 """The terms that a stage's loss adds up. A new term is one function here, with `@term` and its weight.
 
-All else reads `TERMS`: the recipe's schema (`loss.NAME` of a `logit_kl` stage), the loss of all tokens at once
-(stages.py) and of some at a time (chunked_head.py), metrics.jsonl, which has a loss of several terms apart, and the
-curves of the report. `attention_transfer` is no sum of terms: each layer's error is backpropagated as it arises.
+All else reads `TERMS`: the recipe's schema (`loss.NAME` of a `feature_cosine` stage for a term that compares features,
+of `logit_kl` for the others), the loss of all tokens at once (stages.py) and of some at a time (chunked_head.py),
+metrics.jsonl, which has a loss of several terms apart, and the curves of the report. `attention_transfer` is no sum of
+terms: each layer's error is backpropagated as it arises.
 
 Recipes are read without torch, so this file imports nothing that needs it. A term is computed from a `Compared`
 (predictions.py): by its methods, by those of its tensors, or by a formula of losses.py that the term imports itself.
@@ -24,8 +25,8 @@ class Term(NamedTuple):
 
     value: Callable[[Compared], Tensor]
     """A scalar with a gradient."""
-    weight: float | None
-    """Its factor in `logit_kl` unless the recipe gives another; None for a term that a stage of its own has alone."""
+    weight: float
+    """Its factor unless the recipe gives another: in `feature_cosine` of a term of features, else in `logit_kl`."""
     teacher: Literal["logits", "features"] | None
     """What it compares with; None for what is learned from the data."""
     about: str
@@ -36,7 +37,7 @@ TERMS: dict[str, Term] = {}
 
 
 def term(
-    weight: float | None, teacher: Literal["logits", "features"] | None, about: str = ""
+    weight: float, teacher: Literal["logits", "features"] | None, about: str
 ) -> Callable[[Callable[[Compared], Tensor]], Callable[[Compared], Tensor]]:
     """Register the function below under its own name; the arguments are those of `Term`."""
 
@@ -65,6 +66,24 @@ def ce(at: Compared) -> Tensor:
     return at.label_loss()
 
 
-@term(weight=None, teacher="features")
+@term(weight=1.0, teacher="features", about="Factor of one minus the cosine of each last hidden state.")
 def cosine(at: Compared) -> Tensor:
     return at.cosine_distance()
+
+
+@term(weight=0.0, teacher="features", about="Factor of one minus the cosine of each row's vector; see pooling.")
+def embedding(at: Compared) -> Tensor:
+    from .losses import embedding_distance
+
+    return embedding_distance(*at.vectors, at.counts[2])
+
+
+@term(
+    weight=0.0,
+    teacher="features",
+    about="Factor of the squared difference between cosines of two rows' vectors, the mean over the pairs of a pass.",
+)
+def similarity(at: Compared) -> Tensor:
+    from .losses import similarity_error
+
+    return similarity_error(*at.vectors, at.counts[2])
