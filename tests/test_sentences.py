@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
 from linearize.checkpoint.carried import carried_files
-from linearize.convert import convert, plan_conversion
+from linearize.convert import convert, next_step, plan_conversion
 from linearize.data.batches import by_length
 from linearize.data.masked import MaskedBlocks
 from linearize.data.packing import TextSource, build_blocks
@@ -23,6 +24,7 @@ from linearize.data.texts import sentences, texts
 from linearize.errors import LinearizeError
 from linearize.finetune import finetune
 from linearize.measure.embeddings import passages, pooling_of, spearman
+from linearize.page.record import read_evaluation
 from linearize.recipe.recipe import load_recipe
 from linearize.train.loop import set_training
 from linearize.train.losses import embedding_distance, pooled, similarity_error
@@ -72,7 +74,13 @@ def embedded(folder: Path, texts: list[str]) -> torch.Tensor:
 def test_sentence_transformers_loads_the_result(tmp_path: Path) -> None:
     source = sentence_encoder(tmp_path / "source")
     folder = tmp_path / "la"
-    convert(*plan_conversion(str(source), "la"), folder, level="none", say=lambda text: None)
+    planned = plan_conversion(str(source), "la")
+    convert(*planned, folder, level="none", say=lambda text: None)
+    card = (folder / "README.md").read_text()
+    assert "pipeline_tag: sentence-similarity" in card
+    assert "SentenceTransformer(name, trust_remote_code=True)" in card
+    command = shlex.split(next_step(planned[0], folder).splitlines()[0])
+    assert [stage.kind for stage in load_recipe(command[4], command[5:]).stages][-1] == "feature_cosine"
     model = SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
     assert [type(module).__name__ for module in model] == list(MODULES)
     assert model.max_seq_length == 48
@@ -193,6 +201,9 @@ def test_eval_compares_two_sentence_encoders(tmp_path: Path, linearize: Command)
     ours = embedded(folder, [first for first, _ in rows])
     theirs = embedded(source, [first for first, _ in rows])
     assert found["cosine_sentences"] == pytest.approx(float((ours * theirs).sum(1).mean()), abs=1e-4)
+    (tmp_path / "eval.json").write_text(json.dumps(found))
+    with pytest.raises(LinearizeError, match="compares sentence encoders, and a page has no place"):
+        read_evaluation(tmp_path, tmp_path / "eval.json")
     itself = json.loads(linearize("eval", str(source), *text, "--teacher", str(source), "--json")[1])
     assert itself["spearman_passages"] == pytest.approx(1.0)
     assert itself["same_answer"] == 1.0
