@@ -283,11 +283,9 @@ def draw_training(run: RunRecord) -> Drawing:
         drawings.append(lines("Held-out KL from the teacher", series, x, Axis(nats_each(run)), height=210))
     for stage in run.stages:
         series = []
-        for colour, key in zip(SERIES, ("loss", *TERMS), strict=False):
-            points = run.curve(key, stage["name"])
-            if points:
-                smooth = smoothed(points)
-                series += [Series(key, points, colour, faint=True), Series(key, smooth, colour)]
+        curves = {key: points for key in ("loss", *TERMS) if (points := run.curve(key, stage["name"]))}
+        for colour, (key, points) in zip(SERIES, curves.items(), strict=False):  # of a stage's own terms
+            series += [Series(key, points, colour, faint=True), Series(key, smoothed(points), colour)]
         if series:
             values = [value for one in series for _, value in one.points if value > 0]
             label, log = loss_of(stage["kind"], run), max(values, default=1) > 8 * min(values, default=1)
