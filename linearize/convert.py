@@ -23,6 +23,7 @@ from .checkpoint.provenance import check_code_cache
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
+from .estimate import pays
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, WindowChoice, is_auto
 from .plan.mechanisms import present_options
@@ -242,16 +243,23 @@ def convert(
 def next_step(plan: Plan, folder: Path) -> str:
     """How to go on with the conversion in `folder`, also with one's own data."""
     of_images = loading(plan)["processor"] == "image_processor"
+    encoder = plan.architecture.endswith("Model") and not (of_images or plan.linear[0].site.causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
+    recipe = "sentence" if encoder else recipe
     command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null"])
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
     less = " For a first try on a CPU add data.pack.seq_len=1024"
     less += " stages.attention_transfer.tokens=1M stages.logit_kl.tokens=1M"
     return (
-        f"distil it: {command}\n--dry-run tells the time.{'' if of_images else less}\n"
+        f"distil it: {command}\n--dry-run tells the time.{'' if of_images or encoder else less}\n"
         f"The recipe's data are on the Hub; for your own{files} add {own}"
     )
+
+
+def slower(plan: Plan, source: Source, natives: SourceClasses) -> str:
+    """A note where softmax reads the model's inputs faster than the plan's layers do; empty where it does not."""
+    return pays.slower(plan, natives.source_config)
 
 
 def unread(source: Source, *_: Any) -> list[str]:

@@ -28,7 +28,7 @@ from .checkpoint.provenance import behind, check_code, check_code_cache, trained
 from .checkpoint.source import Source, open_source, read_json
 from .checkpoint.upgrade import plan_upgrade, upgrade
 from .choose.choose import Scoring, choosers
-from .convert import UNREAD, convert, plan_conversion, separate, unread
+from .convert import UNREAD, convert, plan_conversion, separate, slower, unread
 from .data.augment import augmentation
 from .data.batches import check_there, kind_of, source_hash, tokens_per_sample
 from .data.documents import TextSource, check_first_rows, check_rows, no_datasets
@@ -474,6 +474,8 @@ def dry_run(
             say(note)
         if planned is not None:
             plan = planned[0]
+            if note := slower(*planned):
+                say(note)
             step, memory = plan.linear[0], plan.cache_bytes(32768)
             say(f"{plan.source}: {counted(len(plan.linear), 'layer')} become {step.mechanism}, {chosen_options(step)}")
             said = f"{plan.new_parameters:,} new parameters"

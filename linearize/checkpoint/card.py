@@ -24,7 +24,7 @@ from ..recipe.recipe import Recipe, portable
 from ..terminal.output import layers_named, nats
 from ..terminal.tables import evaluation_figures, row_name, task_rows
 from ..train.device import on_cpu
-from .carried import is_licence
+from .carried import is_licence, sentence_files
 from .code import auto_names
 from .source import read_json
 from .tokenizer import FILE as TOKENIZER
@@ -45,7 +45,7 @@ from transformers import {imports}
 {processor} = {loader}.from_pretrained(name{trust})
 model = {auto}.from_pretrained(name, trust_remote_code=True)
 {adapter}```
-
+{sentences}
 `trust_remote_code=True` loads the Python files of this folder. Only torch and transformers >= 5.17 are needed.
 
 - `modeling_linearized.py` names the classes; `config.json` says which layers have which mechanism.
@@ -70,6 +70,16 @@ ADAPTER = """
 from peft import PeftModel
 
 model = PeftModel.from_pretrained(model, name, subfolder="adapter")
+"""
+# Where the source has the files of sentence-transformers.
+SENTENCES = """
+As a sentence encoder, with the source's pooling:
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer(name, trust_remote_code=True)
+```
 """
 UNTRAINED = "The new parameters are untrained: distil before use."
 # The task on the Hub, by the class that loads the model.
@@ -119,6 +129,7 @@ def model_card(
         **loading(plan),
         trust="" if tokenizer_alone(plan, origin) else ", trust_remote_code=True",
         adapter=ADAPTER if recipe is not None and recipe.keeps_adapter else "",
+        sentences=SENTENCES if sentence_files(origin) else "",
         options=options_text(plan),
         notes=notes + "\n" if notes else "",
         results=""
@@ -219,8 +230,8 @@ def metadata(plan: Plan, origin: Path, recipe: Recipe | None, report: dict[str, 
     data = ModelCardData(
         **base,
         **inherited(origin),
-        library_name="transformers",
-        pipeline_tag=PIPELINES.get(loading(plan)["auto"]),
+        library_name="sentence-transformers" if sentence_files(origin) else "transformers",
+        pipeline_tag="sentence-similarity" if sentence_files(origin) else PIPELINES.get(loading(plan)["auto"]),
         tags=["linear-attention", "linearize", *sorted({step.mechanism for step in plan.linear})],
         datasets=datasets(recipe) or None,
         model_name=recipe.name if recipe and results else None,

@@ -1,4 +1,5 @@
-"""Which files of a source folder go along into the result, beside its weights: those that loading a model reads.
+"""Which files of a source folder go along into the result, beside its weights: those that transformers and
+sentence-transformers read when they load a model.
 
 A list of names, not of suffixes: a folder may also hold notes, keys of a cloud, states of a training. What is copied
 here is what `linearize push` uploads later.
@@ -45,6 +46,10 @@ VERSIONED = re.compile(r"tokenizer\.\d[\d.]*\.json")
 LICENCES = ("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*")
 # The only folder that transformers reads: a loop of generation (custom_generate) knows the source, not this model.
 TEMPLATES = "additional_chat_templates"
+# What sentence-transformers reads beside the model: which modules follow it, its settings, and those of each module.
+SENTENCES = "modules.json"
+SENTENCE_FILES = frozenset((SENTENCES, "config_sentence_transformers.json", "sentence_bert_config.json"))
+MODULE_FILES = ("config.json", "model.safetensors")
 # Files whose `auto_map` names code.
 NAMING = (
     "config.json",
@@ -68,8 +73,8 @@ def is_licence(path: Path) -> bool:
 
 
 def carried_files(folder: Path) -> list[Path]:
-    """The files of a model's folder that go along: what `is_read`, chat templates, and the folder's own code with the
-    files that it names.
+    """The files of a model's folder that go along: what `is_read`, chat templates, what `sentence_files` finds, and the
+    folder's own code with the files that it names.
 
     Raises LinearizeError (exit 3) for one that is no file, or a link that leaves the folder.
     """
@@ -81,10 +86,40 @@ def carried_files(folder: Path) -> list[Path]:
         data = path.name in named and not path.name.endswith((".index.json", ".safetensors", ".bin", ".py"))
         if (is_read(path) or data) and not path.is_dir():
             files.append(path)
-    files += code + sorted((folder / TEMPLATES).glob("*.jinja"))
+    files += code + sorted((folder / TEMPLATES).glob("*.jinja")) + sentence_files(folder)
     for path in files:
         check_file(path, folder)
     return files
+
+
+def sentence_files(folder: Path) -> list[Path]:
+    """What sentence-transformers needs to load the folder as a sentence encoder: its settings, and the modules behind
+    the model, such as pooling. Empty where a module has weights in another format than safetensors, or code of its
+    own: only the package's own classes are known to work with the result.
+    """
+    modules = modules_of(folder)
+    parts = [folder / module["path"] for module in modules if module["path"]]
+    if not modules or any(part.is_dir() and list(part.glob("*.bin")) for part in parts):
+        return []
+    files = [folder / name for name in sorted(SENTENCE_FILES)]
+    files += [part / name for part in parts for name in MODULE_FILES]
+    return [path for path in files if os.path.lexists(path)]
+
+
+def modules_of(folder: Path) -> list[dict[str, str]]:
+    """The modules that modules.json names, where all are classes of sentence-transformers and lie in the folder or one
+    level below; else none."""
+    try:
+        modules = json.loads((folder / SENTENCES).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    known = isinstance(modules, list) and all(
+        isinstance(module, dict)
+        and str(module.get("type")).startswith("sentence_transformers.")
+        and re.fullmatch(r"[\w-]*", str(module.get("path")))
+        for module in modules
+    )
+    return modules if known else []
 
 
 def code_of(folder: Path) -> list[Path]:

@@ -162,6 +162,8 @@ def convert(
     )
     plan = planned[0]
     plan_table(plan)
+    if story is of_transformers and (note := story.slower(*planned)):
+        say(note)
     left = story.unread(*planned[1:])
     if left:
         say(of_transformers.UNREAD.format(", ".join(left)))

@@ -88,7 +88,7 @@ def evaluate(
 ) -> None:
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size. For models of
     images or masked text: accuracy, agreement and KL. For models that predict maps: how far these are from the
-    teacher's. With --tasks: the results of lm-evaluation-harness."""
+    teacher's. For sentence encoders: similarities and searches. With --tasks: the results of lm-evaluation-harness."""
     with starting():
         from ..checkpoint.atomic import check_result
         from ..diffusion.convert import holds_diffusers
@@ -147,11 +147,13 @@ def evaluate(
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
     from linearize_kernels.hf.seam import mixers_of
 
+    from ..data.batches import has_head
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
+    from ..measure.embeddings import compare_embeddings
     from ..measure.evaluate import warn_of_chance
     from ..measure.generate import load_any, with_tokenizer
-    from ..terminal.tables import answers_table, comparison_table, remarks
+    from ..terminal.tables import answers_table, comparison_table, embeddings_table, remarks
     from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
 
@@ -180,8 +182,12 @@ def evaluate(
             say(warning)
     else:
         _refuse(given, OF_TEXT, f"a {type(ours.model).__name__} writes no text")
-        result |= compare_answers(ours, theirs, text, batch_tokens, say)
-        answers_table(result)
+        if has_head(ours.model) or has_head(theirs.model):
+            result |= compare_answers(ours, theirs, text, batch_tokens, say)
+            answers_table(result)
+        else:
+            result |= compare_embeddings(ours, theirs, text, batch_tokens)
+            embeddings_table(result)
     _write(result, output, as_json)
     if of_run and output is None:
         say(f"not saved: with -o {shlex.quote(str(run / EVAL))} it is for linearize report and compare, too")

@@ -147,6 +147,17 @@ def collate(items: list[Batch], device: torch.device) -> Batch:
     return {key: torch.stack([item[key] for item in items]).to(device) for key in items[0]}
 
 
+def by_length(batches: list[Batch]) -> list[Batch]:
+    """The same rows of text, the shortest first, in batches of the same size, each without the columns that are padding
+    in all of its rows: these take time and change nothing. Rows that are packed, or images, stay as they are."""
+    if "attention_mask" not in batches[0]:
+        return batches
+    rows = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    lengths = rows["attention_mask"].sum(1)
+    parts = lengths.argsort(stable=True).split(len(batches[0]["valid"]))
+    return [{key: value[part, : max(1, int(lengths[part].max()))] for key, value in rows.items()} for part in parts]
+
+
 def blank(sample: Batch) -> Batch:
     """The same, of which nothing counts."""
     nothing = torch.full_like(sample["labels"], IGNORED)
@@ -230,10 +241,11 @@ def open_samples(
         return images
     found = []
     for part, limit in limits(source, max_tokens):
-        text = to_source(part, pack.text_key, start)
-        found.append(build_blocks(text, processor, pack.seq_len, cache, sft=sft and kind == "text", max_tokens=limit))
+        text, answers = to_source(part, pack.text_key, start), sft and kind == "text"
+        alone = pack.rows == "texts"
+        found.append(build_blocks(text, processor, pack.seq_len, cache, sft=answers, max_tokens=limit, texts=alone))
     blocks = found[0] if len(found) == 1 else MixedBlocks(found, [share for _, share in parts_of(source)])
-    return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed)
+    return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed, hide=has_head(model))
 
 
 def limits(source: Any, max_tokens: int | None) -> list[tuple[Any, int | None]]:

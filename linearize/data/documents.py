@@ -79,6 +79,13 @@ def pieces(source: TextSource, tokenizer: PreTrainedTokenizerBase, *, sft: bool)
     return _Encoder(tokenizer, source.text_key, sft).pieces(rows_of(source))
 
 
+def plain_texts(source: TextSource) -> Iterator[str]:
+    """The documents of `source` in order, as text; of a conversation each message."""
+    for row in rows_of(source):
+        text = _text(*row, source.text_key, False)
+        yield from [text] if text is not None else (message["content"] for message in _conversation(*row))
+
+
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """What documents end with: eos, or an encoder's separator. Raises LinearizeError where there is neither."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id

@@ -1,7 +1,8 @@
 """Masked text, for bidirectional models: blocks of documents in which some tokens are hidden.
 
 Of 15 % of a block's tokens 80 % become the mask, 10 % another token and 10 % stay (BERT, arXiv 1810.04805, section
-3.1). Which ones is a function of the seed and the block, the same in every epoch and process.
+3.1). Which ones is a function of the seed and the block, the same in every epoch and process. A model without a head
+predicts no tokens, so none are hidden from it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 
 
 class MaskedBlocks:
-    """Item i, each [T]: `input_ids` with masks, `attention_mask`, `labels` (the hidden tokens, else -100), `valid`."""
+    """Item i, each [T]: `input_ids` with masks, `attention_mask`, `labels` (the hidden tokens, else -100), `valid`.
+    Without `hide` no token is hidden."""
 
-    def __init__(self, blocks: Blocks | MixedBlocks, tokenizer: Any, seed: int) -> None:
-        if tokenizer.mask_token_id is None:
+    def __init__(self, blocks: Blocks | MixedBlocks, tokenizer: Any, seed: int, hide: bool = True) -> None:
+        self.hide = hide
+        if hide and tokenizer.mask_token_id is None:
             message = "the tokenizer has no mask token. Name one in the model's tokenizer_config.json"
             raise LinearizeError(message, Exit.INCOMPATIBLE)
         self.blocks, self.seed, self.seq_len = blocks, seed, blocks.seq_len
@@ -35,6 +38,9 @@ class MaskedBlocks:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         block = self.blocks[index]
         ids, valid = block["input_ids"], block["valid"]
+        if not self.hide:
+            labels = torch.full_like(ids, IGNORED)
+            return {"input_ids": ids, "attention_mask": valid.long(), "labels": labels, "valid": valid}
         generator = hashed_generator(self.seed, index)
         chance, kind = (torch.rand(len(ids), generator=generator) for _ in range(2))
         others = torch.randint(self.vocabulary, (len(ids),), generator=generator)

@@ -30,6 +30,7 @@ from ..terminal.output import counted
 from ..train.losses import IGNORED
 from .cache_key import fingerprint, identity
 from .documents import Piece, TextSource, end_token, pieces
+from .texts import text_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -190,11 +191,13 @@ def build_blocks(
     *,
     sft: bool,
     max_tokens: int | None,
+    texts: bool = False,
 ) -> Blocks:
     """The blocks of `source`: from the cache file that the same input left behind, or tokenised into it now.
 
     `sft` learns what the assistant writes (and all of plain text); otherwise every token is a target.
     `max_tokens` ends the reading at that many tokens, rounded up to blocks; a streaming dataset needs it.
+    With `texts` a block is one text of texts.py and padding, and `sft` plays no part.
     With several processes let one call this first: the others then find its file. Raises LinearizeError for
     input that cannot be used.
     """
@@ -202,8 +205,9 @@ def build_blocks(
         raise LinearizeError(f"seq_len={seq_len}: must be >= 2, the first token of a block predicts nothing")
     if source.streaming and max_tokens is None:
         raise LinearizeError(f"{source} is streamed, its end is unknown: give the stage `tokens` or `steps`")
-    documents = pieces(source, tokenizer, sft=sft)
-    key = json.dumps([_FORMAT, identity(source), fingerprint(tokenizer, sft=sft), seq_len, sft, max_tokens])
+    documents = text_pieces(source, tokenizer, seq_len) if texts else pieces(source, tokenizer, sft=sft)
+    facts = [_FORMAT, identity(source), fingerprint(tokenizer, sft=sft), seq_len, sft, max_tokens]
+    key = json.dumps([*facts, *(["texts"] if texts else [])])
     path = cache_dir / f"blocks-{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
     if path.exists():
         return Blocks(path)
@@ -211,7 +215,7 @@ def build_blocks(
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            writer = _Writer(file, seq_len, end_token(tokenizer), max_tokens)
+            writer = _Writer(file, seq_len, end_token(tokenizer), max_tokens, alone=texts)
             for piece in documents:
                 writer.add(piece)
                 if writer.full:
@@ -244,8 +248,8 @@ class _Bin:
 class _Writer:
     """Packs pieces into blocks and writes them behind a header, which also serves as the statistics."""
 
-    def __init__(self, file: BinaryIO, seq_len: int, eos: int, max_tokens: int | None) -> None:
-        self.file, self.seq_len, self.eos = file, seq_len, eos
+    def __init__(self, file: BinaryIO, seq_len: int, eos: int, max_tokens: int | None, alone: bool = False) -> None:
+        self.file, self.seq_len, self.eos, self.alone = file, seq_len, eos, alone
         self.limit = None if max_tokens is None else -(-max_tokens // seq_len)
         self.stream = _Bin(seq_len)  # the end of the text so far
         self.bins: list[_Bin] = []  # unfinished blocks of conversations
@@ -277,14 +281,17 @@ class _Writer:
             self.stream.add(joined[cut:])
 
     def _place(self, words: Words) -> None:
-        """First fit. A block is written once it is full, or the fullest when too many are open."""
+        """First fit, or each piece `alone`. A block is written once it is full; the fullest, when too many are open."""
         if not (words & _TARGET).any():
             self.skipped += 1
             return
-        chosen = next((block for block in self.bins if len(words) <= block.room), None)
+        chosen = None if self.alone else next((block for block in self.bins if len(words) <= block.room), None)
         if chosen is None:
             self.bins.append(chosen := _Bin(self.seq_len))
         chosen.add(words)
+        if self.alone:
+            self._write(self._padded(self.bins.pop()))
+            return
         if len(self.bins) > _OPEN_BINS or chosen.room == 0:
             fullest = min(range(len(self.bins)), key=lambda i: self.bins[i].room)
             self._write(self._padded(self.bins.pop(fullest)))

@@ -15,7 +15,7 @@ from linearize_kernels.hf.seam import evaluating
 from ..data.batches import Batch, has_head, kind_of
 from ..data.logits import StoredLogits, empty_rows
 from ..measure.evaluate import sums_of
-from ..recipe.recipe import AttentionTransfer, Recipe, Stage
+from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
 from ..train.compiled import CompiledLayers
 from ..train.loop import set_checkpointing, set_training
 from ..train.offload import Host, offloaded
@@ -92,8 +92,8 @@ class Step:
         of a transfer after that of each layer's mixer, `after_backward` when the backward pass is."""
         model, device = self.student.model, batch["labels"].device
         autocast = self.autocast(device)
-        set_training(model)
-        tokens = torch.ones(2, device=device)
+        set_training(model, dropout=not isinstance(self.stage, FeatureCosine))
+        tokens = torch.ones(3, device=device)
 
         def backward(loss: Tensor) -> None:
             before_backward()

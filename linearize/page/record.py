@@ -314,6 +314,8 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
                 f"{path} has what eval --tasks measured, which linearize push puts into the card. For the page, "
                 "measure perplexity and KL: linearize eval STUDENT --teacher MODEL -o ANOTHER"
             )
+        if found.get("kind") == "embeddings":
+            raise LinearizeError(f"{path} compares sentence encoders, and a page has no place for that")
         if found.get("kind") in ("images", "masked"):
             if "kl" not in found:
                 raise ValueError("no kl, which linearize eval -o writes")

@@ -205,6 +205,9 @@ class Pack(Strict):
     """Tokens in a block: the longest context that the student learns."""
     text_key: Text = "text"
     """The key, or column, that holds the text."""
+    rows: Literal["packed", "texts"] = "packed"
+    """packed: documents one after another, cut every seq_len tokens; texts, for sentence encoders: one text a row, in
+    turn 1, 2, 4 and 8 sentences of a document, with padding."""
 
 
 OF_IMAGES = ("augment", "erase", "mixup", "cutmix", "repeats")  # keys of `Data` that text has no use for
@@ -247,6 +250,8 @@ class StagePack(Strict):
     """Tokens in a block; null: the recipe's."""
     text_key: Text | None = None
     """The key, or column, that holds the text; null: the recipe's."""
+    rows: Literal["packed", "texts"] | None = None
+    """packed, or one of the texts that sentence encoders read in each row; null: the recipe's."""
 
 
 class StageData(Strict):

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
 
 from ..plan.keep import Method
+from ..train.terms import TERMS
 from .data import OF_IMAGES, Data, Pack, StageData, holds_images
 from .types import (
     Count,
@@ -217,13 +227,53 @@ class Stage(Strict):
     """Budget in passes over the training data."""
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Factors of the terms (train/terms.py) that its loss adds up, by name; none where it is another loss."""
+        return {}
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits of both before a divergence."""
+        return 1.0
+
+    @property
+    def label_smoothing(self) -> float:
+        """The share of each target that all classes or tokens get alike."""
+        return 0.0
+
+    @property
+    def pooling(self) -> Literal["mean", "first"]:
+        """How one vector is made of a row's last hidden states."""
+        return "mean"
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """Tokens of each row whose logits are computed at a time; None: all."""
+        return None
+
+    @property
     def learns_logits(self) -> bool:
         """Whether it asks its teacher for logits."""
-        return False
+        return any(TERMS[name].teacher == "logits" for name in self.weights)
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether a term of its loss compares with what a teacher computes."""
+        return any(TERMS[name].teacher for name in self.weights)
+
+    @property
+    def learns_labels(self) -> bool:
+        """Whether a term of its loss is of the data alone."""
+        return any(TERMS[name].teacher is None for name in self.weights)
 
     @property
     def answers_alone(self) -> bool:
         """Whether only answers are targets, in rows that have them."""
+        return False
+
+    @property
+    def completions_alone(self) -> bool:
+        """Whether it learns its teacher's predictions of answers alone."""
         return False
 
     @property
@@ -271,22 +321,39 @@ class AttentionTransfer(Stage):
         return "attention error"
 
 
-class LogitLoss(Strict):
-    kl: OptionalFactor = 1.0
-    """Factor of the divergence, which is in nats a token."""
-    ce: OptionalFactor = Field(default=0.0, validate_default=True)
-    """Factor of the cross entropy with the text itself, in nats a token."""
+# The terms that a recipe may weigh, each a key with its factor: those of features, and the others.
+OF_FEATURES = [name for name, one in TERMS.items() if one.teacher == "features"]
+WEIGHED = [name for name in TERMS if name not in OF_FEATURES]
+if TYPE_CHECKING:
+    TermWeights = FeatureWeights = Strict
+else:
+    TermWeights, FeatureWeights = (
+        create_model(
+            title,
+            __base__=Strict,
+            **{name: (OptionalFactor, Field(TERMS[name].weight, description=TERMS[name].about)) for name in names},
+        )
+        for title, names in (("TermWeights", WEIGHED), ("FeatureWeights", OF_FEATURES))
+    )
+
+
+def check_weights(given: dict[str, Any], names: list[str]) -> None:
+    """Refuse a loss whose terms are all 0."""
+    if all(given.get(name) == 0 for name in names):
+        raise ParentError(f"{' and '.join(names)} are all 0: nothing to learn from")
+
+
+class LogitLoss(TermWeights):
     temperature: Temperature = 1.0
     """Divides the logits of both before the divergence."""
-    tokens_at_once: Count | None = None
+    tokens_at_once: Count | None = Field(default=None, validate_default=True)
     """Tokens of each row whose logits are computed at a time, for long rows and large vocabularies; null: all."""
 
-    @field_validator("ce")
+    @field_validator("tokens_at_once")
     @classmethod
-    def _not_nothing(cls, ce: float, info: ValidationInfo) -> float:
-        if ce == 0 and info.data.get("kl") == 0:
-            raise ParentError("kl and ce are both 0: nothing to learn from")
-        return ce
+    def _not_nothing(cls, size: int | None, info: ValidationInfo) -> int | None:
+        check_weights(info.data, WEIGHED)
+        return size
 
 
 class LogitKL(Stage):
@@ -301,11 +368,24 @@ class LogitKL(Stage):
     """Learn the tokens of answers alone: the assistant's of `messages`, or those of `completion`; all of plain text."""
 
     @property
-    def learns_logits(self) -> bool:
-        return self.loss.kl > 0
+    def weights(self) -> dict[str, float]:
+        given = {name: getattr(self.loss, name) for name in WEIGHED}
+        return {name: weight for name, weight in given.items() if weight > 0}
+
+    @property
+    def temperature(self) -> float:
+        return self.loss.temperature
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        return self.loss.tokens_at_once
 
     @property
     def answers_alone(self) -> bool:
+        return self.completion_only
+
+    @property
+    def completions_alone(self) -> bool:
         return self.completion_only
 
 
@@ -327,15 +407,43 @@ class OnPolicyKL(Stage):
     """What it writes, and how it is compared."""
 
     @property
-    def learns_logits(self) -> bool:
-        return True
+    def weights(self) -> dict[str, float]:
+        return {"kl": 1.0}
+
+    @property
+    def temperature(self) -> float:
+        return self.loss.temperature
+
+
+class FeatureLoss(FeatureWeights):
+    pooling: Literal["mean", "first"] = Field(default="mean", validate_default=True)
+    """How one vector is made of a row's last hidden states, for `embedding` and `similarity`: their mean, or the first
+    one, a class token."""
+
+    @field_validator("pooling")
+    @classmethod
+    def _not_nothing(cls, pooling: str, info: ValidationInfo) -> str:
+        check_weights(info.data, OF_FEATURES)
+        return pooling
 
 
 class FeatureCosine(Stage):
-    """One minus the cosine of the last hidden states and the teacher's, for models without a head."""
+    """Last hidden states beside the teacher's, for models without a head: one minus their cosine, and for sentence
+    encoders one minus that of each row's vector, and how similar two rows are."""
 
     kind: Literal["feature_cosine"]
     """The model learns its teacher's last hidden states."""
+    loss: FeatureLoss = FeatureLoss()
+    """What the loss adds up."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        given = {name: getattr(self.loss, name) for name in OF_FEATURES}
+        return {name: weight for name, weight in given.items() if weight > 0}
+
+    @property
+    def pooling(self) -> Literal["mean", "first"]:
+        return self.loss.pooling
 
 
 class SFT(Stage):
@@ -348,6 +456,14 @@ class SFT(Stage):
     """Label smoothing: the share of each target that all classes or tokens get alike."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Stochastic depth: the chance that a sample goes past the last layer; it falls evenly to 0 at the first."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {"ce": 1.0}
+
+    @property
+    def label_smoothing(self) -> float:
+        return self.smoothing
 
     @property
     def answers_alone(self) -> bool:
@@ -490,6 +606,7 @@ class Recipe(Strict):
         pack = Pack(
             seq_len=own.pack.seq_len or shared.pack.seq_len,
             text_key=own.pack.text_key or shared.pack.text_key,
+            rows=own.pack.rows or shared.pack.rows,
         )
         train = own.train or shared.train
         changes: dict[str, Any] = {}

@@ -663,6 +663,21 @@ def answers_table(result: dict[str, Any]) -> None:
     console().print(table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))
 
 
+def embeddings_table(result: dict[str, Any]) -> None:
+    """What `linearize eval` measured of two sentence encoders."""
+    rows: list[tuple[str, ...]] = []
+    for what in ("sentences", "passages"):
+        rows.append((f"Spearman of similarities, pairs of {what}", f"{result[f'spearman_{what}']:.4f}", ""))
+        rows.append((f"cosine with the teacher's vector, {what}", f"{result[f'cosine_{what}']:.4f}", ""))
+    for places in (1, 10):
+        found = (percent(result[f"{who}_found_{places}"]) for who in ("student", "teacher"))
+        rows.append((f"passage found by its first sentence, top {places}", *found))
+    rows.append(("same passage found first", percent(result["same_answer"]), ""))
+    columns = {"": "text", "student": "number", "teacher": "number"}
+    title = f"{result['passages']:,} passages of {result['data']}, {result['longest']:,} tokens at most"
+    console().print(table(columns, rows, title))
+
+
 def tasks_table(result: dict[str, Any]) -> None:
     """What lm-evaluation-harness measured."""
     kinds = ("text", "short", "number", "number", "number", "number")

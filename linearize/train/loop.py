@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.augment import mixed
-from ..data.batches import Samples, collate, targets
+from ..data.batches import Samples, by_length, collate, targets
 from ..data.images import Images
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError, resource_error
 from ..recipe.data import unit_of
-from ..recipe.recipe import SFT, AttentionTransfer, OnPolicyKL, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, OnPolicyKL, Stage
 from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
 from .compiled import CompiledLayers
@@ -215,7 +215,7 @@ class StageLoop:
         """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate, and the
         terms of a loss of two."""
         owner, accelerator = self.owner, self.owner.accelerator
-        micro = [self.batch(step, m) for m in range(self.stage.batch.accumulate)]
+        micro = by_length([self.batch(step, m) for m in range(self.stage.batch.accumulate)])
         data = owner.recipe.data_for(self.stage)
         if data.mixup or data.cutmix:
             place = owner.recipe.seed, self.number, step, accelerator.process_index
@@ -224,10 +224,12 @@ class StageLoop:
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, accelerator.process_index))
             with accelerator.autocast():
                 micro = [written(self.stage, owner.model, batch) for batch in micro]
-        counts = torch.stack([torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum()]) for b in micro])
+        counts = torch.stack(
+            [torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum(), b["valid"].any(1).sum()]) for b in micro]
+        )
         tokens = accelerator.reduce(counts.sum(0), "sum")
         losses, terms = [], list[dict[str, Tensor]]()
-        set_training(owner.model)
+        set_training(owner.model, dropout=not isinstance(self.stage, FeatureCosine))
         for number, batch in enumerate(micro):
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
             last = number == len(micro) - 1
@@ -372,10 +374,18 @@ def worth(entry: Mapping[str, Any]) -> float:
     return next(float(entry[key]) for key in ("eval_kl", "eval_error", "eval_ppl") if entry.get(key) is not None)
 
 
-def set_training(model: torch.nn.Module) -> None:
-    """Training mode, with dropout, but for batch norms: they keep the statistics that they came with. Statistics of
-    batches would change the teacher as well, which is the same model, and no checkpoint has them."""
-    model.train()
+def set_training(model: torch.nn.Module, dropout: bool = True) -> None:
+    """Training mode, but for batch norms: they keep the statistics that they came with. Statistics of batches would
+    change the teacher as well, which is the same model, and no checkpoint has them.
+
+    Without `dropout` the source's own is off, as for features: the teacher's have no noise, and a student cannot learn
+    to undo its own. Adapters keep theirs, which the recipe sets; a layer is in training mode alone where it asks for
+    that to compute its activations again.
+    """
+    model.train(dropout)
+    for name, module in model.named_modules():
+        again = getattr(module, "gradient_checkpointing", False) is True
+        module.training |= not dropout and (again or "lora_dropout" in name)
     for _, module in batch_norms(model):
         module.eval()
 

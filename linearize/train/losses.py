@@ -12,7 +12,7 @@ gradients add up to those of the mean; by default it is the count of this call. 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from . import losses_triton
 
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB in float32: few launches, yet small beside the logits of a long batch
 IGNORED = -100
+# How one vector is made of a row's last hidden states: their mean, or the first one (a class token).
+Pooling = Literal["mean", "first"]
 
 
 def logit_kl(
@@ -154,6 +156,33 @@ def cosine_distance(student: Tensor, teacher: Tensor, real: Tensor | None, share
     if real is None:
         return share * distance.mean()
     return share * distance.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+
+
+def pooled(hidden: Tensor, real: Tensor | None, pooling: Pooling) -> Tensor:
+    """One vector of each row [B,D], in float32: the mean of hidden [B,T,D] over real tokens [B,T] (None: all), or the
+    first token's."""
+    if pooling == "first":
+        return _widened(hidden[:, 0])
+    if real is None:
+        return _widened(hidden).mean(1)
+    return _widened(hidden).masked_fill(~real[..., None], 0.0).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+
+
+def embedding_distance(student: Tensor, teacher: Tensor, rows: Tensor | float) -> Tensor:
+    """1 - cos(s, t) of each row, the sum over `rows`, in float32: a scalar. student and teacher [B,D]; the teacher gets
+    no gradient."""
+    return (1.0 - torch.cosine_similarity(_widened(student), _widened(teacher.detach()), dim=-1)).sum() / rows
+
+
+def similarity_error(student: Tensor, teacher: Tensor, rows: Tensor | float) -> Tensor:
+    """The squared difference of the cosines of each pair of rows of a pass: for each row the mean over the others, the
+    sum over `rows`. student and teacher [B,D]; 0 for a single row; the teacher gets no gradient.
+
+    It is what a search compares texts by, whichever way all vectors are turned together (after arXiv 1907.09682).
+    """
+    ours, theirs = (F.normalize(_widened(x), dim=-1) for x in (student, teacher.detach()))
+    error = (ours @ ours.T - theirs @ theirs.T).square()
+    return error.sum() / max(len(ours) - 1, 1) / rows
 
 
 def relative_mse(student: Tensor, teacher: Tensor, valid: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:

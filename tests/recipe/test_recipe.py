@@ -149,10 +149,12 @@ def test_stage_inherits_data(tmp_path: Path) -> None:
     transfer, kl = (recipe.data_for(stage).model_dump(exclude_none=True) for stage in recipe.stages)
     heldout, unchanged = {"demo": "heldout"}, {"erase": 0.0, "mixup": 0.0, "cutmix": 0.0, "repeats": 1}
     assert transfer == unchanged | {
-        "train": {"demo": "train"}, "eval": heldout, "pack": {"seq_len": 2048, "text_key": "body"},
+        "train": {"demo": "train"}, "eval": heldout, "pack": {"seq_len": 2048, "text_key": "body", "rows": "packed"},
     }  # fmt: skip
     assert kl == unchanged | {
-        "train": {"files": ("a.txt", "b.jsonl")}, "eval": heldout, "pack": {"seq_len": 64, "text_key": "body"},
+        "train": {"files": ("a.txt", "b.jsonl")},
+        "eval": heldout,
+        "pack": {"seq_len": 64, "text_key": "body", "rows": "packed"},
     }  # fmt: skip
 
 
@@ -307,7 +309,7 @@ MISTAKES = [
     ),
     (
         edited("steps: 10", "steps: 10\n    loss: {kl: 0}"),
-        "r.yaml:16:11 stages[1].loss: kl and ce are both 0: nothing to learn from",
+        "r.yaml:16:11 stages[1].loss: kl and ce are all 0: nothing to learn from",
     ),
     (
         edited("kind: logit_kl", "kind: attention_transfer").replace("all", "new"),
