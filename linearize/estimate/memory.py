@@ -17,7 +17,7 @@ from linearize_kernels.hf.seam import mixers_of
 from ..checkpoint.manifest import plan_in
 from ..data.logits import StoredLogits
 from ..errors import LinearizeError, reason_of
-from ..recipe.recipe import LogitKL, Recipe
+from ..recipe.recipe import Recipe
 from ..terminal.progress import Advance, silent
 from ..train.offload import LEAST, Host
 from ..train.save import meta_model
@@ -273,7 +273,7 @@ class Rehearsal:
         trains = sum(p.numel() for n, p in self.student.named_parameters() if is_source(n) and p.requires_grad)
         gradients = 4 * max(layer, root) if trains else 0
         stage, heads = step.stage, 0
-        if isinstance(stage, LogitKL) and stage.loss.tokens_at_once:  # the head in one piece, its teacher's as well
+        if stage.tokens_at_once:  # the head in one piece, its teacher's as well
             own_teacher = stage.learns_logits and self.named is None
             heads = (1 + own_teacher) * sum(p.numel() for p in self.model.get_output_embeddings().parameters())
         return item * (root + 2 * layer + heads) + gradients

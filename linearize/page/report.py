@@ -31,6 +31,7 @@ from ..terminal.tables import (
     written_dtypes,
 )
 from ..train.runs import converted_from, is_evaluation
+from ..train.terms import TERMS
 from . import html
 from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
 from .drawing import SERIES, Drawing, stacked
@@ -282,11 +283,11 @@ def draw_training(run: RunRecord) -> Drawing:
         drawings.append(lines("Held-out KL from the teacher", series, x, Axis(nats_each(run)), height=210))
     for stage in run.stages:
         series = []
-        for place, key in enumerate(("loss", "kl", "ce")):
+        for colour, key in zip(SERIES, ("loss", *TERMS), strict=False):
             points = run.curve(key, stage["name"])
             if points:
                 smooth = smoothed(points)
-                series += [Series(key, points, SERIES[place], faint=True), Series(key, smooth, SERIES[place])]
+                series += [Series(key, points, colour, faint=True), Series(key, smooth, colour)]
         if series:
             values = [value for one in series for _, value in one.points if value > 0]
             label, log = loss_of(stage["kind"], run), max(values, default=1) > 8 * min(values, default=1)

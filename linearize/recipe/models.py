@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
 
 from ..plan.keep import Method
+from ..train.terms import TERMS
 from .data import OF_IMAGES, Data, Pack, StageData, holds_images
 from .types import (
     Count,
@@ -217,13 +227,48 @@ class Stage(Strict):
     """Budget in passes over the training data."""
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Factors of the terms (train/terms.py) that its loss adds up, by name; none where it is another loss."""
+        return {}
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits of both before a divergence."""
+        return 1.0
+
+    @property
+    def label_smoothing(self) -> float:
+        """The share of each target that all classes or tokens get alike."""
+        return 0.0
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """Tokens of each row whose logits are computed at a time; None: all."""
+        return None
+
+    @property
     def learns_logits(self) -> bool:
         """Whether it asks its teacher for logits."""
-        return False
+        return any(TERMS[name].teacher == "logits" for name in self.weights)
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether a term of its loss compares with what a teacher computes."""
+        return any(TERMS[name].teacher for name in self.weights)
+
+    @property
+    def learns_labels(self) -> bool:
+        """Whether a term of its loss is of the data alone."""
+        return any(TERMS[name].teacher is None for name in self.weights)
 
     @property
     def answers_alone(self) -> bool:
         """Whether only answers are targets, in rows that have them."""
+        return False
+
+    @property
+    def completions_alone(self) -> bool:
+        """Whether it learns its teacher's predictions of answers alone."""
         return False
 
     @property
@@ -271,22 +316,30 @@ class AttentionTransfer(Stage):
         return "attention error"
 
 
-class LogitLoss(Strict):
-    kl: OptionalFactor = 1.0
-    """Factor of the divergence, which is in nats a token."""
-    ce: OptionalFactor = Field(default=0.0, validate_default=True)
-    """Factor of the cross entropy with the text itself, in nats a token."""
+# The terms that a recipe may weigh, each a key with its factor.
+WEIGHED = [name for name, one in TERMS.items() if one.weight is not None]
+if TYPE_CHECKING:
+    TermWeights = Strict
+else:
+    TermWeights = create_model(
+        "TermWeights",
+        __base__=Strict,
+        **{name: (OptionalFactor, Field(TERMS[name].weight, description=TERMS[name].about)) for name in WEIGHED},
+    )
+
+
+class LogitLoss(TermWeights):
     temperature: Temperature = 1.0
     """Divides the logits of both before the divergence."""
-    tokens_at_once: Count | None = None
+    tokens_at_once: Count | None = Field(default=None, validate_default=True)
     """Tokens of each row whose logits are computed at a time, for long rows and large vocabularies; null: all."""
 
-    @field_validator("ce")
+    @field_validator("tokens_at_once")
     @classmethod
-    def _not_nothing(cls, ce: float, info: ValidationInfo) -> float:
-        if ce == 0 and info.data.get("kl") == 0:
-            raise ParentError("kl and ce are both 0: nothing to learn from")
-        return ce
+    def _not_nothing(cls, size: int | None, info: ValidationInfo) -> int | None:
+        if all(info.data.get(name) == 0 for name in WEIGHED):
+            raise ParentError(f"{' and '.join(WEIGHED)} are all 0: nothing to learn from")
+        return size
 
 
 class LogitKL(Stage):
@@ -301,11 +354,24 @@ class LogitKL(Stage):
     """Learn the tokens of answers alone: the assistant's of `messages`, or those of `completion`; all of plain text."""
 
     @property
-    def learns_logits(self) -> bool:
-        return self.loss.kl > 0
+    def weights(self) -> dict[str, float]:
+        given = {name: getattr(self.loss, name) for name in WEIGHED}
+        return {name: weight for name, weight in given.items() if weight > 0}
+
+    @property
+    def temperature(self) -> float:
+        return self.loss.temperature
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        return self.loss.tokens_at_once
 
     @property
     def answers_alone(self) -> bool:
+        return self.completion_only
+
+    @property
+    def completions_alone(self) -> bool:
         return self.completion_only
 
 
@@ -327,8 +393,12 @@ class OnPolicyKL(Stage):
     """What it writes, and how it is compared."""
 
     @property
-    def learns_logits(self) -> bool:
-        return True
+    def weights(self) -> dict[str, float]:
+        return {"kl": 1.0}
+
+    @property
+    def temperature(self) -> float:
+        return self.loss.temperature
 
 
 class FeatureCosine(Stage):
@@ -336,6 +406,10 @@ class FeatureCosine(Stage):
 
     kind: Literal["feature_cosine"]
     """The model learns its teacher's last hidden states."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {"cosine": 1.0}
 
 
 class SFT(Stage):
@@ -348,6 +422,14 @@ class SFT(Stage):
     """Label smoothing: the share of each target that all classes or tokens get alike."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Stochastic depth: the chance that a sample goes past the last layer; it falls evenly to 0 at the first."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {"ce": 1.0}
+
+    @property
+    def label_smoothing(self) -> float:
+        return self.smoothing
 
     @property
     def answers_alone(self) -> bool:

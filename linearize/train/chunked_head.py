@@ -1,4 +1,4 @@
-"""Logit KL and cross entropy some tokens at a time, so that the logits of all tokens never lie in memory together.
+"""The loss of a stage some tokens at a time, so that the logits of all tokens never lie in memory together.
 
 The body of the model runs once over the whole text, as always. The head then runs on one stretch of t tokens after
 another, and each stretch's gradient is computed before the next begins. So only [B,t,V] of the logits [B,T,V] and of
@@ -22,12 +22,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
-from ..data.batches import INPUTS, Batch, forward, keeps_logits, kind_of, targets
-from ..recipe.recipe import LogitKL
+from ..data.batches import INPUTS, Batch, forward, keeps_logits, kind_of
+from ..recipe.recipe import Stage
 from .fsdp import is_divided, reshard, whole
-from .losses import IGNORED, TopLogits, cross_entropy
-from .predictions import divergence, predictions, stored
+from .losses import TopLogits
+from .predictions import Compared, predictions, stored
 from .student import Student
+from .terms import total
 
 # Logits [B,t,V] that an evaluation has at once of each model: 1 GiB in float32.
 READ_AT_ONCE = 2**28
@@ -44,7 +45,7 @@ def obstacle(model: Any) -> str:
 
 
 def chunked_loss(
-    stage: LogitKL,
+    stage: Stage,
     student: Student,
     wrapped: Any,
     batch: Batch,
@@ -52,37 +53,27 @@ def chunked_loss(
     autocast: Callable[[], Any],
     saving: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a logit_kl stage on one micro batch, and its terms; arguments as for `stages.end_to_end_loss`."""
-    model, wanted, size = student.model, targets(batch), stage.loss.tokens_at_once
+    """The loss of a stage on one micro batch, and its terms; arguments as for `stages.end_to_end_loss`."""
+    model, size = student.model, stage.tokens_at_once
     assert size is not None
-    theirs = predictions_of(student, batch, autocast) if stage.learns_logits else None
-    asked, count = learned(stage, batch, tokens)
+    theirs = predictions_of(student, batch, autocast) if stage.asks_teacher else None
     with autocast(), saving():
         ours, kind = hidden_states(model, wrapped, batch)
     gathered = gathered_head(model, autocast)
 
-    def terms_of(hidden: Tensor, part: slice) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    names: list[str] = []
+
+    def loss_of(hidden: Tensor, part: slice) -> list[Tensor]:
         with autocast():
             logits = head(model, hidden, kind, gathered)
-        if theirs is not None:
-            tau = stage.loss.temperature
-            found["kl"] = divergence(student, logits, theirs(part), asked[:, part], temperature=tau, num_tokens=count)
-        if stage.loss.ce:
-            found["ce"] = cross_entropy(logits, wanted[:, part], num_tokens=tokens[1])
-        return found
+        loss, terms = total(Compared(stage, student, batch, tokens, logits, theirs and theirs(part), part))
+        names[:] = terms
+        return [loss, *terms.values()]
 
     with _in_place(model, gathered):
         trained = [p for p in model.get_output_embeddings().parameters() if p.requires_grad]
-    weights = {"kl": stage.loss.kl, "ce": stage.loss.ce}
-    loss, sums = _Chunks.apply(terms_of, weights, size, model, ours, trained, *trained)
-    terms = dict(zip((name for name in weights if weights[name]), sums, strict=True))
-    return loss, terms if len(terms) > 1 else {}
-
-
-def learned(stage: LogitKL, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Which places of a batch [B,T] a logit_kl stage learns, and how many the whole step has."""
-    return (targets(batch) != IGNORED, tokens[1]) if stage.completion_only else (batch["valid"], tokens[0])
+    loss, terms = _Chunks.apply(loss_of, size, model, ours, trained, *trained)
+    return loss, dict(zip(names, terms, strict=True))
 
 
 def predictions_of(
@@ -135,14 +126,13 @@ def stretches(model: Any, batch: Batch) -> list[slice]:
 
 
 class _Chunks(torch.autograd.Function):
-    """The weighted sum of the terms over all stretches, and each term's sum. The gradients of hidden states and of the
-    head's weights are computed on the way."""
+    """The loss over all stretches, and the sums of its terms. The gradients of hidden states and of the head's weights
+    are computed on the way."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        terms_of: Callable[[Tensor, slice], dict[str, Tensor]],
-        weights: dict[str, float],
+        loss_of: Callable[[Tensor, slice], list[Tensor]],
         size: int,
         model: Any,
         hidden: Tensor,
@@ -155,13 +145,12 @@ class _Chunks(torch.autograd.Function):
             part = slice(start, start + size)
             with torch.enable_grad():
                 piece = hidden[:, part].detach().requires_grad_()
-                terms = terms_of(piece, part)
-                loss = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
+                loss, *terms = loss_of(piece, part)
                 first, *rest = torch.autograd.grad(loss, [piece, *trained])
             of_hidden[:, part] = first
-            for total, found in zip(of_trained, rest, strict=True):
-                total += found
-            sums.append(torch.stack([loss, *terms.values()]).detach())
+            for summed, found in zip(of_trained, rest, strict=True):
+                summed += found
+            sums.append(torch.stack([loss, *terms]).detach())
         sum_of = torch.stack(sums).sum(0)
         whole, apart = sum_of[0].clone(), sum_of[1:].clone()
         of_trained = [found.to(p.dtype) for found, p in zip(of_trained, trained, strict=True)]
@@ -177,7 +166,7 @@ class _Chunks(torch.autograd.Function):
         for module in (ctx.model, *ctx.model.get_output_embeddings().modules()):
             if is_divided(module):
                 module.unshard()
-        return None, None, None, None, of_hidden, None, *of_trained
+        return None, None, None, of_hidden, None, *of_trained
 
 
 def hidden_states(model: Any, wrapped: Any, batch: Batch) -> tuple[Tensor, type]:

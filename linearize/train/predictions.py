@@ -1,4 +1,4 @@
-"""What a teacher predicts of a batch, and how far a student's logits are from it.
+"""What a teacher predicts of a batch, and how far a student's logits are from it, or from the labels.
 
 The teacher is the student's own model with softmax, another model, or rows on disk that came with the batch.
 """
@@ -6,13 +6,16 @@ The teacher is the student's own model with softmax, another model, or rows on d
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ..data.batches import Batch, forward, is_numbers
+from ..data.augment import OTHERS, SHARE
+from ..data.batches import Batch, forward, is_numbers, real_tokens, targets
 from ..data.logits import INDICES, REST, VALUES
-from .losses import TopLogits, logit_kl, row_error, top_kl
+from ..recipe.recipe import Stage
+from .losses import IGNORED, TopLogits, cosine_distance, cross_entropy, logit_kl, row_error, top_kl
 from .student import Student
 
 
@@ -58,3 +61,72 @@ def apart(ours: Tensor, theirs: Tensor, valid: Tensor, count: Tensor | float, te
         return row_error(ours, theirs, valid[:, 0], count)
     parts = ours.shape[1] // valid.shape[1]
     return logit_kl(ours, theirs, valid.expand(-1, ours.shape[1]), temperature=temperature, num_tokens=count * parts)
+
+
+def label_loss(found: Tensor, wanted: Tensor, batch: Batch, count: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Cross entropy with the targets `wanted` [B,T] over `count` of them; of the mixed images of a batch with both
+    labels, in their shares."""
+    own = smoothed_loss(found, wanted, count, smoothing)
+    if OTHERS not in batch:
+        return own
+    return own.lerp(smoothed_loss(found, batch[OTHERS], count, smoothing), 1 - batch[SHARE].to(own.dtype))
+
+
+def smoothed_loss(logits: Tensor, wanted: Tensor, count: Tensor, smoothing: float) -> Tensor:
+    """Cross entropy where `smoothing` of each target goes to all classes alike (arXiv 1512.00567, section 7): what it
+    adds is that share of the target's logit less the mean of all."""
+    loss = cross_entropy(logits, wanted, num_tokens=count)
+    if smoothing == 0.0:
+        return loss
+    asked = wanted != IGNORED
+    own = logits.gather(-1, wanted.masked_fill(~asked, 0)[..., None])[..., 0].to(loss.dtype)
+    return loss + smoothing * (own - logits.mean(-1, dtype=loss.dtype)).masked_fill(~asked, 0.0).sum() / count
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the terms of a loss (terms.py) are computed from, for one micro batch. Letters: B rows, T tokens of a row, t
+    of them at a time, V vocabulary."""
+
+    stage: Stage
+    student: Student
+    batch: Batch
+    """Labels and `valid` are [B,T], whatever part is compared."""
+    counts: Tensor
+    """Valid tokens and targets [2] of the whole optimizer step, over micro batches and processes: every term is a sum
+    divided by one of them, so that micro batches add up."""
+    ours: Tensor
+    """The student's logits [B,t,V]; of a model without a head its last hidden states."""
+    theirs: Tensor | TopLogits | None
+    """The teacher's; None where no term asks for them."""
+    part: slice
+    """Which t of the T tokens these are."""
+
+    @property
+    def targets(self) -> Tensor:
+        """The right answer at each place [B,t], -100 where there is none."""
+        return targets(self.batch)[:, self.part]
+
+    @property
+    def learned(self) -> tuple[Tensor, Tensor]:
+        """The places [B,t] where the student learns its teacher's predictions, and how many the whole step has."""
+        if self.stage.completions_alone:
+            return self.targets != IGNORED, self.counts[1]
+        return self.batch["valid"][:, self.part], self.counts[0]
+
+    def divergence(self) -> Tensor:
+        """How far the student's predictions are from the teacher's, at the stage's temperature."""
+        assert self.theirs is not None
+        places, count = self.learned
+        temperature = self.stage.temperature
+        return divergence(self.student, self.ours, self.theirs, places, num_tokens=count, temperature=temperature)
+
+    def label_loss(self) -> Tensor:
+        """Cross entropy with the targets, as far as the stage asks smoothed."""
+        return label_loss(self.ours, self.targets, self.batch, self.counts[1], self.stage.label_smoothing)
+
+    def cosine_distance(self) -> Tensor:
+        """One minus the cosine of the hidden states and the teacher's."""
+        assert isinstance(self.theirs, Tensor)
+        share = self.batch["valid"].sum() / self.counts[0]
+        return cosine_distance(self.ours, self.theirs, real_tokens(self.batch), share)

@@ -19,7 +19,7 @@ from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKw
 from ..data.packing import TextSource
 from ..errors import Exit, LinearizeError, redact
 from ..recipe.data import local_paths
-from ..recipe.recipe import LogitKL, Recipe, Stage, portable, trains_source
+from ..recipe.recipe import Recipe, Stage, portable, trains_source
 from .deepspeed_zero3 import INSTEAD, read_config
 from .device import on_cpu, settled_precision
 from .fsdp import read_plugin
@@ -102,7 +102,7 @@ def check_divided(recipe: Recipe, *, zero: bool) -> None:
     """Refuse (exit 3) what does not know DeepSpeed's shards; and, where FSDP2 divides weights, an optimizer in little
     memory beside one of full size, for it shards the source's weights once, in one dtype for all stages."""
     small = [stage for stage in recipe.stages if stage.optimizer.memory == "small"]
-    apart = [stage.name for stage in recipe.stages if isinstance(stage, LogitKL) and stage.loss.tokens_at_once]
+    apart = [stage.name for stage in recipe.stages if stage.tokens_at_once]
     if zero and small:
         message = f"{small[0].name}: optimizer.memory small does not know DeepSpeed's shards. Set it to full, {INSTEAD}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)

@@ -45,7 +45,7 @@ from ..measure.evaluate import (
 )
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.models import Scratch
-from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Recipe, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, OnPolicyKL, Recipe, Stage
 from ..terminal.output import counted, nats, percent
 from ..terminal.tables import row_name
 from ..verify.child.inputs import make_inputs, most_tokens
@@ -572,7 +572,7 @@ def check_model(model: Any, recipe: Recipe) -> None:
     if recipe.finish.keep == "best" and not has_head(model):
         message = f"finish.keep best: {type(model).__name__} has no head, and no evaluation. Set it to last"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    apart = next((s.name for s in recipe.stages if isinstance(s, LogitKL) and s.loss.tokens_at_once), None)
+    apart = next((s.name for s in recipe.stages if s.tokens_at_once), None)
     if apart is not None and (reason := obstacle(model)):
         raise LinearizeError(f"{apart}: {reason}; set loss.tokens_at_once: null", Exit.INCOMPATIBLE)
     small = next((stage.name for stage in recipe.stages if stage.optimizer.memory == "small"), None)
@@ -619,4 +619,4 @@ def check_writing(model: Any, stage: OnPolicyKL, seq_len: int) -> None:
 
 def learns_from_teacher(stage: Stage) -> bool:
     """Whether a stage compares with what its teacher computes; sft, and cross entropy alone, do not."""
-    return isinstance(stage, AttentionTransfer | FeatureCosine) or stage.learns_logits
+    return isinstance(stage, AttentionTransfer) or stage.asks_teacher

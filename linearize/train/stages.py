@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from linearize_kernels.hf.seam import evaluating
 
-from ..data.augment import OTHERS, SHARE
-from ..data.batches import Batch, forward, is_dense, is_numbers, real_tokens, run, targets
+from ..data.batches import Batch, forward, is_dense, is_numbers, real_tokens, run
 from ..errors import Exit, LinearizeError
 from ..measure.continuation import continued
-from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, LogitKL, OnPolicyKL, Stage
-from .chunked_head import chunked_loss, learned
-from .losses import IGNORED, cosine_distance, cross_entropy, square_error, square_sum
-from .predictions import divergence, predictions
+from ..recipe.recipe import SFT, AttentionTransfer, LogitKL, OnPolicyKL, Stage
+from .chunked_head import chunked_loss
+from .losses import IGNORED, square_error, square_sum
+from .predictions import Compared, predictions
 from .student import Student
+from .terms import total
 
 Inputs = tuple[Tensor, ...]
 
@@ -170,33 +170,13 @@ def check_prediction(stage: Stage, found: Tensor, batch: Batch, name: str) -> No
     if not isinstance(stage, LogitKL | SFT) or "pixel_values" not in batch or not is_dense(found, batch):
         return
     what = "numbers" if is_numbers(found) else "classes of parts of an image"
-    if isinstance(stage, SFT) or stage.loss.ce:
+    if stage.learns_labels:
         due = "loss.ce: 0" if isinstance(stage, LogitKL) else "logit_kl, which learns the teacher's"
         message = f"{stage.name}: {name} predicts {what}, and finetune has labels of whole images alone. Use {due}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    if is_numbers(found) and stage.loss.temperature != 1:
+    if is_numbers(found) and stage.temperature != 1:
         message = f"{stage.name}: loss.temperature is of distributions, and {name} predicts numbers. Leave it out"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-
-
-def label_loss(found: Tensor, batch: Batch, count: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross entropy with the targets of a batch over `count` of them; of mixed images with both labels, in their
-    shares."""
-    own = smoothed_loss(found, targets(batch), count, smoothing)
-    if OTHERS not in batch:
-        return own
-    return own.lerp(smoothed_loss(found, batch[OTHERS], count, smoothing), 1 - batch[SHARE].to(own.dtype))
-
-
-def smoothed_loss(logits: Tensor, wanted: Tensor, count: Tensor, smoothing: float) -> Tensor:
-    """Cross entropy where `smoothing` of each target goes to all classes alike (arXiv 1512.00567, section 7): what it
-    adds is that share of the target's logit less the mean of all."""
-    loss = cross_entropy(logits, wanted, num_tokens=count)
-    if smoothing == 0.0:
-        return loss
-    asked = wanted != IGNORED
-    own = logits.gather(-1, wanted.masked_fill(~asked, 0)[..., None])[..., 0].to(loss.dtype)
-    return loss + smoothing * (own - logits.mean(-1, dtype=loss.dtype)).masked_fill(~asked, 0.0).sum() / count
 
 
 def end_to_end_loss(
@@ -212,32 +192,12 @@ def end_to_end_loss(
     it, and `saving` a context of the student's pass that says where autograd keeps what it needs.
 
     `tokens` are the counts [valid, targets] of the whole optimizer step, over micro batches and processes. Returns the
-    loss and, where it has two terms, both by name, without their weights and detached.
+    loss and, where it has several terms, each by name, as `terms.total`.
     """
-    if isinstance(stage, LogitKL) and stage.loss.tokens_at_once is not None:
+    if stage.tokens_at_once is not None:
         return chunked_loss(stage, student, wrapped, batch, tokens, autocast, saving)
-    teacher = None
-    if stage.learns_logits or isinstance(stage, FeatureCosine):
-        teacher = predictions(student, batch, autocast)
+    theirs = predictions(student, batch, autocast) if stage.asks_teacher else None
     with autocast(), saving():
-        found = forward(wrapped, batch)
-    check_prediction(stage, found, batch, type(student.model).__name__)
-    if isinstance(stage, FeatureCosine):
-        assert isinstance(teacher, Tensor)
-        return cosine_distance(found, teacher, real_tokens(batch), batch["valid"].sum() / tokens[0]), {}
-    if isinstance(stage, OnPolicyKL):
-        assert teacher is not None
-        temperature = stage.loss.temperature
-        return divergence(student, found, teacher, batch["valid"], temperature=temperature, num_tokens=tokens[0]), {}
-    if isinstance(stage, SFT):
-        return label_loss(found, batch, tokens[1], stage.smoothing), {}
-    assert isinstance(stage, LogitKL)
-    loss, terms = found.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
-    if teacher is not None:
-        valid, count = learned(stage, batch, tokens)
-        terms["kl"] = divergence(student, found, teacher, valid, temperature=stage.loss.temperature, num_tokens=count)
-        loss = loss + stage.loss.kl * terms["kl"]
-    if stage.loss.ce:
-        terms["ce"] = label_loss(found, batch, tokens[1])
-        loss = loss + stage.loss.ce * terms["ce"]
-    return loss, {name: term.detach() for name, term in terms.items()} if len(terms) > 1 else {}
+        ours = forward(wrapped, batch)
+    check_prediction(stage, ours, batch, type(student.model).__name__)
+    return total(Compared(stage, student, batch, tokens, ours, theirs, slice(None)))

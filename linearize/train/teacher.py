@@ -29,7 +29,7 @@ from ..hub.download import download
 from ..measure.generate import load_any, load_tokenizer
 from ..probe.meta_run import quiet
 from ..recipe.models import Scratch, Teacher
-from ..recipe.recipe import LogitKL, Recipe, Stage
+from ..recipe.recipe import Recipe, Stage
 from ..terminal.output import short
 from ..verify.child.inputs import auto_class, most_tokens
 from .chunked_head import obstacle
@@ -200,7 +200,7 @@ def check_differs(named: Named, recipe: Recipe) -> None:
     from nothing else: its loss would be 0 from the first step on. After a stage that changes the student, or beside a
     cross entropy, such a teacher holds it back, which somebody may want."""
     base, first = recipe.model.base, recipe.stages[0]
-    if recipe.convert is not None or isinstance(base, Scratch) or not first.learns_logits or weighs_text(first):
+    if recipe.convert is not None or isinstance(base, Scratch) or not first.learns_logits or first.learns_labels:
         return
     if named.source is not None and not named.source.converted:
         return
@@ -219,11 +219,6 @@ def check_differs(named: Named, recipe: Recipe) -> None:
         )
 
 
-def weighs_text(stage: Stage) -> bool:
-    """Whether a stage learns the text as well as its teacher."""
-    return isinstance(stage, LogitKL) and stage.loss.ce > 0
-
-
 def check_teacher_model(named: Named, teacher: Any, recipe: Recipe) -> None:
     """Refuse (exit 3) a teacher that writes no text, takes too few tokens, or does not do what a stage asks for."""
     kind = type(teacher).__name__
@@ -235,8 +230,7 @@ def check_teacher_model(named: Named, teacher: Any, recipe: Recipe) -> None:
         if most is not None and length > most:
             message = f"{stage.name}: data.pack.seq_len is {length}, and the teacher {named.name} takes {most} tokens"
             raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
-        apart = isinstance(stage, LogitKL) and stage.loss.tokens_at_once and stage.learns_logits
-        if apart and (reason := obstacle(teacher)):
+        if stage.tokens_at_once and stage.learns_logits and (reason := obstacle(teacher)):
             message = f"{stage.name}: {reason} (the teacher); set loss.tokens_at_once: null"
             raise LinearizeError(message, Exit.INCOMPATIBLE)
 
@@ -318,7 +312,7 @@ def facts_of(recipe: Recipe, stage: Stage, split: str, tokenizer: Any, processes
     """What the rows of a stage's train or eval data depend on, the teacher apart; of a run that `--max-steps` cuts
     short, too, for the seed's order is over all text of the whole run."""
     data = recipe.data_for(stage)
-    temperature = stage.loss.temperature if split == "train" and isinstance(stage, LogitKL) else 1.0
+    temperature = stage.temperature if split == "train" else 1.0
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
         "split": split,

@@ -23,7 +23,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.recipe.data import ArraySource, ImageSource
 from linearize.recipe.recipe import load_recipe
 from linearize.train.loop import Stream
-from linearize.train.stages import label_loss
+from linearize.train.predictions import label_loss
 
 SIZE = 32
 PROCESSOR = ViTImageProcessor(size={"height": SIZE, "width": SIZE})
@@ -289,12 +289,12 @@ def test_the_loss_of_a_mixed_batch_is_that_of_soft_labels() -> None:
     share = batch[SHARE]
     soft = share * one_hot(batch["labels"][:, 0], 5) + (1 - share) * one_hot(batch[OTHERS][:, 0], 5)
     expected = torch.nn.functional.cross_entropy(logits[:, 0], soft)
-    torch.testing.assert_close(label_loss(logits, batch, torch.tensor(4.0)), expected)
+    torch.testing.assert_close(label_loss(logits, batch["labels"], batch, torch.tensor(4.0)), expected)
     expected = torch.nn.functional.cross_entropy(logits[:, 0], soft, label_smoothing=0.1)
-    torch.testing.assert_close(label_loss(logits, batch, torch.tensor(4.0), 0.1), expected)
+    torch.testing.assert_close(label_loss(logits, batch["labels"], batch, torch.tensor(4.0), 0.1), expected)
     del batch[OTHERS]
     hard = torch.nn.functional.cross_entropy(logits[:, 0], batch["labels"][:, 0])
-    torch.testing.assert_close(label_loss(logits, batch, torch.tensor(4.0)), hard)
+    torch.testing.assert_close(label_loss(logits, batch["labels"], batch, torch.tensor(4.0)), hard)
 
 
 @pytest.mark.slow

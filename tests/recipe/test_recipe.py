@@ -307,7 +307,7 @@ MISTAKES = [
     ),
     (
         edited("steps: 10", "steps: 10\n    loss: {kl: 0}"),
-        "r.yaml:16:11 stages[1].loss: kl and ce are both 0: nothing to learn from",
+        "r.yaml:16:11 stages[1].loss: kl and ce are all 0: nothing to learn from",
     ),
     (
         edited("kind: logit_kl", "kind: attention_transfer").replace("all", "new"),

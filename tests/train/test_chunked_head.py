@@ -62,10 +62,10 @@ def test_gradients_of_many_stretches_add_up_in_bfloat16() -> None:
     weight, hidden = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), torch.ones(1, 1024, 1, requires_grad=True)
     model = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Linear(1, 1))
 
-    def terms_of(piece: torch.Tensor, part: slice) -> dict[str, torch.Tensor]:
-        return {"kl": (piece * weight.float()).sum()}
+    def loss_of(piece: torch.Tensor, part: slice) -> list[torch.Tensor]:
+        return [(piece * weight.float()).sum()]
 
-    loss, _ = chunked_head._Chunks.apply(terms_of, {"kl": 1.0}, 1, model, hidden, [weight], weight)
+    loss, _ = chunked_head._Chunks.apply(loss_of, 1, model, hidden, [weight], weight)
     loss.backward()
     assert weight.grad is not None
     assert float(weight.grad) == 1024
