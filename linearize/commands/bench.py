@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..demo import named_base
-from ..terminal.arguments import path
+from ..terminal.arguments import path, split_values
 from ..terminal.output import Json, finite, print_json, say, show
 from ..terminal.progress import TORCH, starting
 
@@ -69,9 +69,13 @@ def bench_kernels(
 
 @bench.command("model")
 def bench_model(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Model: a local folder, a Hub id, or demo. Only its config is read.", parser=named_base),
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [OPTIONS]...",
+            help="Model: a local folder, a Hub id, or demo. Only its config is read. And options of the mechanism as "
+            "key=value, which override the preset's.",
+        ),
     ] = None,
     shape: Annotated[
         str | None,
@@ -90,10 +94,7 @@ def bench_model(
     to: Annotated[
         str | None, typer.Option("--to", help="Mechanism that replaces softmax, in place of a preset.")
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Mechanism option as key=value; it overrides the preset's. Repeatable."),
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="The same as an option without --set.")] = None,
     train: Annotated[str | None, typer.Option(help="Text: row lengths for training, for example 2048,8192.")] = None,
     contexts: Annotated[
         str | None, typer.Option(help="Text: context lengths before decoding, for example 2048,32768.")
@@ -110,12 +111,17 @@ def bench_model(
     with starting():
         from ..bench.model import bench_model as measure
         from ..bench.model import markdown
+        from ..errors import LinearizeError
         from ..measure.compare import parse_lengths
         from ..plan.mechanisms import parse_settings
 
     given = {"train": train, "contexts": contexts, "sizes": sizes, "batches": batches}
     numbers = {n: parse_lengths(text, f"--{n}") if text else () for n, text in given.items() if text is not None}
-    options = parse_settings(settings or [])
+    models, options = split_values(words or [])
+    if len(models) > 1:
+        raise LinearizeError(f"{' '.join(models)}: one model is measured at a time. Name one")
+    model = named_base(models[0]) if models else None
+    options = parse_settings([*options, *(settings or [])])
     result = measure(model, shape, to, preset=preset, options=options, compiled=compiled, tell=say, **numbers)
     if as_json:
         print_json(result)

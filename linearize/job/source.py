@@ -56,24 +56,26 @@ def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool =
 def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, say: Say = print) -> Any:
     """The conversion that the recipe asks for, as `plan_conversion` returns it, of the model at `base` (None: the one
     that it names)."""
-    assert recipe.convert is not None
-    scoring = scoring_of(recipe, recipe.convert, say)
-    return plan_conversion(
-        base or base_path(recipe),
-        recipe.convert.mechanism,
-        layers=recipe.convert.layers,
-        keep_softmax=recipe.convert.keep_softmax,
-        keep_heads=recipe.convert.keep_heads,
-        kept_window=recipe.convert.kept_window,
-        options=recipe.convert.options,
-        allow_drop=recipe.convert.allow_drop,
-        dtype=recipe.model.dtype or "keep",
-        copy=recipe.convert.copy_weights,
-        revision=recipe.model.revision,
-        trust_remote_code=recipe.model.trust_remote_code,
-        weights=weights,
-        **(choosers(scoring) if weights else {}),
-    )
+    how = recipe.convert
+    assert how is not None
+    scored = choosers(scoring_of(recipe, how, say)) if weights else {}
+    return plan_conversion(base or base_path(recipe), how.mechanism, weights=weights, **scored, **asked_of(recipe, how))
+
+
+def asked_of(recipe: Recipe, how: Convert) -> dict[str, Any]:
+    """What a recipe asks of a conversion, as arguments of `plan_conversion`."""
+    return {
+        "layers": how.layers,
+        "keep_softmax": how.keep_softmax,
+        "keep_heads": how.keep_heads,
+        "kept_window": how.kept_window,
+        "options": how.options,
+        "allow_drop": how.allow_drop,
+        "dtype": recipe.model.dtype or "keep",
+        "copy": how.copy_weights,
+        "revision": recipe.model.revision,
+        "trust_remote_code": recipe.model.trust_remote_code,
+    }
 
 
 def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
