@@ -72,7 +72,7 @@ def bench_model(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL] [OPTIONS]...",
+            metavar="MODEL|KEY=VALUE",
             help="Model: a local folder, a Hub id, or demo. Only its config is read. And options of the mechanism as "
             "key=value, which override the preset's.",
         ),

@@ -84,7 +84,7 @@ def convert(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Mechanism option as key=value: the same as without --set. Repeatable."),
+        typer.Option("--set", help="Mechanism option as key=value, also beside a recipe. Repeatable."),
     ] = None,
     allow_drop: Annotated[
         list[str] | None,

@@ -61,7 +61,7 @@ def validate(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILES... [VALUES]...",
+            metavar="FILE|KEY=VALUE",
             help="Recipe files, or names of presets; and recipe values as key.sub=value, for every file.",
         ),
     ],
