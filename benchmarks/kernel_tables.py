@@ -1,4 +1,4 @@
-"""Tables of `linearize bench kernels --save RESULT`, or of `bench paper`, put into a page.
+"""Tables of `linearize bench kernels --save RESULT`, or of `benchmarks.paper`, put into a page.
 
 python -m benchmarks.kernel_tables RESULT PAGE
 
@@ -15,14 +15,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from linearize.bench.paper import markdown
+from benchmarks.paper import markdown
 from linearize.bench.report import overview, tables
 
 PLACE = re.compile(r"(<!-- (\w+ \w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
-    """The page with the result's tables: of `bench kernels`, or of `bench paper`."""
+    """The page with the result's tables: of `bench kernels`, or of `benchmarks.paper`."""
     if "paper" in result:
         text = {f"paper {result['paper']}": markdown(result)}
     else:

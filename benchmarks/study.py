@@ -30,7 +30,8 @@ from torch import Tensor
 from linearize.convert import convert
 from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
-from linearize.finetune import plan_base, versions
+from linearize.job.source import plan_base
+from linearize.job.start import versions
 from linearize.measure.compare import EvalRequest, measure, parse_lengths, read_blocks
 from linearize.measure.generate import load_tokenizer
 from linearize.recipe.recipe import Recipe

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from linearize.demo.train_teacher import loss_of
+from benchmarks.train_teacher import loss_of
 
 from .study_text import LENGTH, VOCABULARY
 

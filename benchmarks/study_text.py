@@ -21,8 +21,8 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.demo_tokenizer import EOS, train_tokenizer
 from linearize.demo.corpus import Document
-from linearize.demo.tokenizer import EOS, train_tokenizer
 
 Split = Literal["heldout", "distil", "teacher"]
 SPLITS: tuple[Split, ...] = ("heldout", "distil", "teacher")

@@ -2,7 +2,7 @@
 
 python -m benchmarks.vision --mechanisms saga mhla la:feature_map=hedgehog --shapes dit-1024 dit-4096 wan
 
-The shapes are those of linearize/bench/blocks.py.
+The shapes are those of benchmarks/blocks.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from functools import partial
 from typing import Any
 
-from linearize.bench.blocks import BLOCKS, BlockShape, block_inputs, make_blocks
+from benchmarks.blocks import BLOCKS, BlockShape, block_inputs, make_blocks
 from linearize.bench.kernels import attempt
 from linearize.bench.timing import machine
 from linearize.bench.vision import inference, training

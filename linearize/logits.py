@@ -40,7 +40,9 @@ from .data.logits import (
 )
 from .data.packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
 from .errors import Exit, LinearizeError, existing_folder, writing
-from .finetune import base_path, check_packages, no_one
+from .job.checks import check_packages
+from .job.resolve import no_one
+from .job.source import base_path
 from .plan.plan import some
 from .recipe.models import Scratch, Teacher
 from .recipe.recipe import LogitKL, OnPolicyKL, Recipe, Stage

@@ -41,7 +41,7 @@ from linearize.plan.mechanisms import (
 )
 from linearize.plan.plan import make_steps
 from linearize.recipe.data import holds_images
-from linearize.recipe.presets import Preset, presets
+from linearize.recipe.presets import Preset, is_recipe, presets
 from linearize.recipe.recipe import load_recipe
 from linearize.recipe.schema import recipe_schema
 
@@ -101,12 +101,15 @@ def check_command(words: list[str]) -> None:
     if not words:
         return
     command, given = parse(words)
-    options = given.get("settings") or []
-    if given.get("to") in mechanism_names() and options:
-        build(given["to"], parse_settings(options))
+    bare = [word for word in [*(given.get("values") or []), *(given.get("words") or [])] if "=" in word]
+    options = [*bare, *(given.get("settings") or [])]
     recipe = given.get("recipe") if command.name in ("finetune", "eval", "logits", "race") else None
+    if command.name == "convert" and is_recipe(given["model"], bare):
+        recipe = given["model"]
+    elif given.get("to") in mechanism_names() and options:
+        build(given["to"], parse_settings(options))
     if recipe in {one.name for one in presets()}:
-        overrides = list(given["overrides"] or [])
+        overrides = bare if command.name == "convert" else list(given["overrides"] or [])
         base = [] if any(one.startswith("model.base=") for one in overrides) else ["model.base=demo"]
         convert = load_recipe(recipe, [*base, *overrides]).convert
         if convert is not None:
@@ -123,6 +126,8 @@ def build(mechanism: str, options: dict[str, Any]) -> None:
 
 def test_a_command_that_does_not_exist_is_found() -> None:
     check_command(shlex.split("convert MODEL --to gsa --set slots=64"))
+    check_command(shlex.split("convert MODEL --to gsa slots=64"))
+    check_command(shlex.split("convert hybrid model.base=MODEL convert.options.slots=64"))
     check_command(shlex.split("finetune gsa model.base=MODEL stages[0].tokens=5M"))
     with pytest.raises(Exception, match="No such option"):
         check_command(shlex.split("convert MODEL --to gsa --slots 64"))
@@ -132,6 +137,10 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         check_command(shlex.split("distill MODEL"))
     with pytest.raises(LinearizeError, match="slot: gsa has no such option"):
         check_command(shlex.split("convert MODEL --to gsa --set slot=64"))
+    with pytest.raises(LinearizeError, match="slot: gsa has no such option"):
+        check_command(shlex.split("convert MODEL --to gsa slot=64"))
+    with pytest.raises(LinearizeError, match="unknown key"):
+        check_command(shlex.split("convert hybrid model.base=MODEL convert.option.slots=64"))
     with pytest.raises(LinearizeError, match="clock"):
         check_command(shlex.split("finetune gsa model.base=MODEL convert.options.slots=64"))
     with pytest.raises(LinearizeError, match="unknown key"):
@@ -200,14 +209,12 @@ REASONS = {
     r" race (?:demo|TEACHER|MODEL)\b(?!.*--dry-run)": "minutes: tests/race runs a small one",
     r" demo(?: -o demo-run)?$": "minutes: .ci/run runs it from the wheel",
     r" bench (?:kernels|model) ": "minutes, or a GPU: tests/bench",
-    r" bench paper .*(?:--save|--claims|\|)": "minutes, or a GPU: tests/bench/test_paper.py has every claim",
-    r" bench paper la --tiny": "a minute of compiled C++: tests/bench/test_paper.py",
     r" runtime.compile=true --measure": "a minute of compiled C++: tests/train/test_compiled.py",
     r" finetune sla-pretrain\b": "the memory of a whole size, half a minute each: tests/recipe plans it small",
     r" export ": "a minute, and the packages of ONNX: tests/export",
     r" eval .*--recipe runs/": "a run with text of its own: tests/measure/test_eval.py",
     r"--tasks": "data sets of the Hub: tests/company runs lm-evaluation-harness on a task of its own",
-    r"auto:|(?:finetune|estimate) hybrid": "chooses layers, half a minute each: tests/choose",
+    r"auto:|(?:finetune|estimate|convert) hybrid": "chooses layers, half a minute each: tests/choose",
     r"images:|\bvit\b|vit-|wan|pictures|to mhla": "images, or a pipeline: test_finetune_images.py, tests/diffusion",
     r"compare ": "several runs: tests/page/test_compare.py",
     r"logits=|32768|7,15|4,5|3:0|4:1|--layers|--restore": "more layers, tokens or files than the small model has",
@@ -296,8 +303,11 @@ def test_the_first_pages_convert_as_their_recipe_does(name: str) -> None:
     given = parse(commands["convert"])[1]
     asked = load_recipe(commands["finetune"][1], commands["finetune"][2:]).convert
     assert asked is not None
+    if is_recipe(given["model"], given["values"] or []):
+        assert load_recipe(given["model"], given["values"] or []).convert == asked
+        return
     assert (given["to"], given["keep_softmax"]) == (asked.mechanism, asked.keep_softmax)
-    options = (parse_settings(given["settings"]), asked.options)
+    options = (parse_settings([*(given["values"] or []), *(given["settings"] or [])]), asked.options)
     assert resolve_options("gsa", options[0]) == resolve_options("gsa", options[1])
 
 

@@ -34,7 +34,6 @@ from training import (
 from transformers import AutoTokenizer
 
 from linearize import cli
-from linearize import finetune as story
 from linearize.checkpoint.manifest import read_plan
 from linearize.checkpoint.source import open_source
 from linearize.data.batches import collate, forward, targets
@@ -42,6 +41,9 @@ from linearize.data.documents import TextSource
 from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
 from linearize.errors import Exit, LinearizeError
+from linearize.finetune import finetune
+from linearize.job.dry_run import dry_run as estimated
+from linearize.job.notes import next_commands
 from linearize.measure.evaluate import warn_of_chance
 from linearize.recipe.data import described
 from linearize.recipe.models import Data
@@ -440,8 +442,10 @@ def test_data_are_looked_for_before_layers_are_compared_and_converted(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str
 ) -> None:
     """Both files, and the package that a dataset needs."""
-    monkeypatch.setattr(story, "convert", lambda *given, **named: pytest.fail("converts"))
-    monkeypatch.setattr(story, "choosers", lambda scoring: {"choose": lambda *given: pytest.fail("compares")})
+    monkeypatch.setattr("linearize.job.start.convert", lambda *given, **named: pytest.fail("converts"))
+    monkeypatch.setattr(
+        "linearize.job.source.choosers", lambda scoring: {"choose": lambda *given: pytest.fail("compares")}
+    )
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "datasets" else find(name))
     convert = {"mechanism": "gsa", "options": {"slots": 4}, "keep_softmax": keep}
@@ -455,7 +459,7 @@ def test_data_are_looked_for_before_layers_are_compared_and_converted(
         recipe = Recipe.model_validate(values)
         recipe._folder = tmp_path
         with pytest.raises(LinearizeError, match=words) as refused:
-            story.finetune(recipe, say=print)
+            finetune(recipe, say=print)
         assert refused.value.code == code
         assert not (tmp_path / "run").exists()
 
@@ -494,7 +498,7 @@ def test_a_base_is_opened_once_and_may_be_the_working_directory(
         opened.append(arguments)
         return open_source(*arguments, **named)
 
-    monkeypatch.setattr("linearize.finetune.open_source", once)
+    monkeypatch.setattr("linearize.job.source.open_source", once)
     monkeypatch.chdir(folder)
     report = train(make_recipe(tmp_path, Path(), stage("logit_kl", steps=1), output_dir="../runs/x"))
     final = {path.name for path in Path(report["output"]).iterdir()} - {"pictures"}
@@ -616,7 +620,7 @@ def test_a_base_that_is_rounded_is_told(root: Path, tmp_path: Path, dtype: str |
     path = write_recipe(tmp_path, source, stage("attention_transfer", steps=1), convert=convert)
     recipe = load_recipe(path, [f"model.dtype={dtype or 'null'}"])
     wanted = ["the source's float32 weights are stored as bfloat16; model.dtype=null keeps float32"]
-    for act in (lambda: story.dry_run(recipe, messages.append), lambda: story.finetune(recipe, say=messages.append)):
+    for act in (lambda: estimated(recipe, messages.append), lambda: finetune(recipe, say=messages.append)):
         act()
         assert [line for line in messages if "weights are stored as" in line] == wanted * (dtype == "bfloat16")
         messages.clear()
@@ -628,16 +632,16 @@ def test_a_dry_run_asks_once_for_data_of_the_hub(root: Path, tmp_path: Path, mon
     stages = [stage("logit_kl"), stage("sft", data={"train": {"path": "other/set"}})]
     recipe, messages, asked = make_recipe(tmp_path, base(root, "llama"), *stages, data=data), list[str](), list[str]()
     answers = dict[str, Exception]()
-    monkeypatch.setattr(story, "unanswered", lambda path, dataset: asked.append(path) or answers.get(path))
+    monkeypatch.setattr("linearize.job.notes.unanswered", lambda path, dataset: asked.append(path) or answers.get(path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    story.dry_run(recipe, messages.append, resume="auto")
+    estimated(recipe, messages.append, resume="auto")
     assert (asked, [line for line in messages if "stops" in line]) == (["some/set", "other/set"], [])
     answers["some/set"] = ConnectionError("no route")
-    story.dry_run(recipe, messages.append, resume="auto")
+    estimated(recipe, messages.append, resume="auto")
     (note,) = [line for line in messages if "stops" in line]
     assert "cannot be reached (ConnectionError: no route), and a real run stops unless the cache has some/set" in note
     assert len(asked) == 3
-    story.dry_run(recipe, messages.append)
+    estimated(recipe, messages.append)
     assert len(asked) == 3
 
 
@@ -648,8 +652,8 @@ def test_text_that_is_trained_on_and_evaluated_on_is_told(root: Path, tmp_path: 
         parts = {"mix": [{"source": {"files": [name]}} for name in (train_on, "short.txt")]}
         data = {"train": parts, "eval": {"files": ["heldout.txt"]}}
         recipe, messages = make_recipe(tmp_path / "here", base(root, "llama"), *steps, data=data), list[str]()
-        story.dry_run(recipe, messages.append)
-        story.finetune(recipe, say=messages.append, resume="never", only="logit_kl")
+        estimated(recipe, messages.append)
+        finetune(recipe, say=messages.append, resume="never", only="logit_kl")
         note = "note: data.train and data.eval both read heldout.txt: nothing is held out"
         assert [line for line in messages if "held out" in line] == [note] * 2 * told
 
@@ -666,14 +670,14 @@ def test_what_is_next_names_the_teacher_that_a_run_does_not(root: Path, tmp_path
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("sft"), data=EVAL, finish={"push": "me/mine"})
     Path(recipe.output_dir).mkdir()
     shutil.copytree(base(root, "llama"), Path(recipe.output_dir) / "final")
-    _, evaluate = story.next_commands(recipe).split("; ")
+    _, evaluate = next_commands(recipe).split("; ")
     words = shlex.split(evaluate)
     source = read_plan(base(root, "llama")).source
     assert words[words.index("--teacher") + 1] == source
     (recipe.folder / source).mkdir()
     (recipe.folder / source / "config.json").touch()  # eval finds it by itself
-    assert "--teacher" not in story.next_commands(recipe)
-    assert story.next_commands(make_recipe(tmp_path / "b", base(root, "llama"), stage("sft"))).count("linearize") == 1
+    assert "--teacher" not in next_commands(recipe)
+    assert next_commands(make_recipe(tmp_path / "b", base(root, "llama"), stage("sft"))).count("linearize") == 1
 
 
 def test_a_dry_run_says_what_a_converted_base_is_and_in_which_dtypes(root: Path, tmp_path: Path) -> None:
@@ -683,7 +687,7 @@ def test_a_dry_run_says_what_a_converted_base_is_and_in_which_dtypes(root: Path,
         messages: list[str] = []
         path = write_recipe(tmp_path / dtype, folder, stage("logit_kl", "all"))
         recipe = load_recipe(path, [f"model.dtype={dtype}", "runtime.precision=bf16"])
-        results.append(story.dry_run(recipe, messages.append)["disk"]["result"])
+        results.append(estimated(recipe, messages.append)["disk"]["result"])
         assert "linear: gsa in layers 0-1" in messages
         told = [line for line in messages if "(model.dtype), and the result is saved in float32" in line]
         assert len(told) == (dtype == "bfloat16")
@@ -697,25 +701,23 @@ def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
     messages: list[str] = []
     for parts in (["new"], ["new", "lora"], ["new", "lora", "mixer"]):
         place = tmp_path / str(len(parts))
-        story.finetune(make_recipe(place, base(root, "llama"), stage("logit_kl", parts, steps=1)), say=messages.append)
+        finetune(make_recipe(place, base(root, "llama"), stage("logit_kl", parts, steps=1)), say=messages.append)
         assert not [line for line in messages if "the teacher is softmax" in line]
-        story.dry_run(make_recipe(place / "again", place / "run" / "final", stage("logit_kl")), messages.append)
+        estimated(make_recipe(place / "again", place / "run" / "final", stage("logit_kl")), messages.append)
         told = [line for line in messages if "as logit_kl trained them, and the teacher is softmax" in line]
         assert bool(told) == (len(parts) > 1)
         messages.clear()
-    story.finetune(
-        make_recipe(place / "most", place / "run" / "final", stage("logit_kl", steps=1)), say=messages.append
-    )
+    finetune(make_recipe(place / "most", place / "run" / "final", stage("logit_kl", steps=1)), say=messages.append)
     assert any("the teacher is softmax" in line for line in messages)
     messages.clear()
     apart = make_recipe(
         tmp_path / "a", base(root, "llama"), stage("sft", "lora", steps=1), finish={"merge_lora": False}
     )
-    story.finetune(apart, say=messages.append)
+    finetune(apart, say=messages.append)
     assert f"saved {tmp_path / 'a/run/final'}, without its LoRA, which lies in its folder adapter" in "\n".join(
         messages
     )
-    story.dry_run(make_recipe(tmp_path / "b", tmp_path / "a/run/final", stage("logit_kl")), messages.append)
+    estimated(make_recipe(tmp_path / "b", tmp_path / "a/run/final", stage("logit_kl")), messages.append)
     assert any(line.endswith("final/adapter was not merged, and this run begins without it") for line in messages)
 
 
@@ -887,7 +889,7 @@ def test_a_teacher_that_guesses_is_named(root: Path, tmp_path: Path) -> None:
     assert warn_of_chance(words * 0.4, words) == ""
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", steps=1), data=EVAL)
     told = list[str]()
-    story.finetune(recipe, say=told.append)
+    finetune(recipe, say=told.append)
     (warning,) = [line for line in told if line.startswith("warning: the teacher's perplexity")]
     assert "nearly random" in warning
 

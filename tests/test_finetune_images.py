@@ -32,7 +32,8 @@ from transformers import (
 
 from linearize.data.images import count_images
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import dry_run, finetune
+from linearize.finetune import finetune
+from linearize.job.dry_run import dry_run
 from linearize.recipe.data import ArraySource, DatasetSource
 from linearize.recipe.recipe import load_recipe
 
@@ -222,7 +223,7 @@ def test_what_a_model_cannot_learn_is_refused_before_it_is_converted(
     data: dict[str, Any] | None,
     message: str,
 ) -> None:
-    monkeypatch.setattr("linearize.finetune.convert", lambda *arguments, **named: pytest.fail("converts"))
+    monkeypatch.setattr("linearize.job.start.convert", lambda *arguments, **named: pytest.fail("converts"))
     (place / "a.txt").write_text("text")
     (place / "photos").mkdir()
     recipe = recipe_of(place, base, [stage], data)

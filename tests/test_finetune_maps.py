@@ -39,7 +39,8 @@ from transformers import (
 from linearize.data.batches import hidden_patches, prediction
 from linearize.data.images import Images, find_images
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import dry_run, finetune
+from linearize.finetune import finetune
+from linearize.job.dry_run import dry_run
 from linearize.recipe.data import ArraySource
 from linearize.recipe.recipe import load_recipe
 from linearize.train.loop import set_training
@@ -210,7 +211,7 @@ def test_what_has_no_labels_or_several_maps_is_refused_before_anything_is_conver
 ) -> None:
     recipe = recipe_of(tmp_path, name, [stage], "la")
     with monkeypatch.context() as patched:
-        patched.setattr("linearize.finetune.convert", lambda *arguments, **named: pytest.fail("converts"))
+        patched.setattr("linearize.job.start.convert", lambda *arguments, **named: pytest.fail("converts"))
         with pytest.raises(LinearizeError, match=words) as refused:
             finetune(recipe)
     assert refused.value.code == Exit.INCOMPATIBLE

@@ -451,7 +451,7 @@ def test_a_source_that_is_deleted_meanwhile(shared: Path, tmp_path: Path, lost: 
 def test_a_base_that_is_deleted_meanwhile(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the opening of a run and the loading of its model."""
     ours = Path(shutil.copytree(shared / "ours", tmp_path / "ours"))
-    monkeypatch.setattr("linearize.finetune.begin", lambda *arguments: shutil.rmtree(ours))
+    monkeypatch.setattr("linearize.job.start.begin", lambda *arguments: shutil.rmtree(ours))
     with pytest.raises(LinearizeError, match="ours") as caught:
         train(make_recipe(tmp_path, ours, stage("logit_kl", steps=1)))
     assert caught.value.code in (Exit.INCOMPATIBLE, Exit.RESOURCE)
@@ -479,7 +479,7 @@ def test_a_cache_of_code_that_cannot_be_made_is_told_before_layers_are_chosen(
     def choosing(*arguments: Any, **named: Any) -> None:
         pytest.fail("layers were chosen")
 
-    for module in ("finetune", "demo.tour"):
+    for module in ("job.start", "job.resolve", "demo.tour"):
         monkeypatch.setattr(f"linearize.{module}.plan_base", choosing)
     monkeypatch.setattr("linearize.checkpoint.provenance.HF_MODULES_CACHE", "/proc/none/modules")
     more = ["model.base=source", "convert={mechanism: gsa, keep_softmax: auto:1}"] if command == "finetune" else []

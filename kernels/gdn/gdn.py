@@ -227,7 +227,8 @@ class GatedDeltaNet(Recurrent, Mixer):
         """Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or an option is not that
         of the native layer, where that is asked for."""
         if native:
-            own = {"state_heads": state_heads, "feature_map": feature_map, "value_act": value_act, "rope": rope}
+            own: dict[str, Any] = {"state_heads": state_heads, "feature_map": feature_map, "value_act": value_act}
+            own |= {"rope": rope}
             own |= {"taps": max(4, taps), "norm": norm, "output_gate": output_gate, "window": near.get("window", 0)}
             check_implied("native", {**self.implied["native"], "window": 0}, own)
         super().__init__(site, rope, **near)

@@ -451,11 +451,11 @@ def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             )
     cache = cache_in(given)
     seen = 0 if cache is None else cache.get_seq_length()
-    padded = isinstance(mask, Tensor) and mask.shape[-1] == seen + T
-    if padded and mask.ndim == 2:
+    mask = mask if isinstance(mask, Tensor) and mask.shape[-1] == seen + T else None
+    if mask is not None and mask.ndim == 2:
         real = mask != 0  # some say 2 of the second document
         places = positions(real[:, seen:], documents, real[:, :seen].sum(1), (B, T))
-    elif padded and is_own_mask(mask) and mask.shape[-2] == T and _sees_all(part.config):
+    elif mask is not None and is_own_mask(mask) and mask.shape[-2] == T and _sees_all(part.config):
         # A token sees those of its document up to itself.
         places = shown(mask[:, 0]).sum(-1).expand(B, -1) - 1
     elif documents is not None:

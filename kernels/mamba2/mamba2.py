@@ -229,6 +229,7 @@ class Mamba2(Recurrent, Mixer):
         assert k is not None
         assert v is not None
         memory, *tails = (None,) * 4 if state is None else state
+        ends: Any
         if self.taps == 1:
             sequences = len(q) if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
             ends = [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in (q, k, v)]
@@ -248,12 +249,11 @@ class Mamba2(Recurrent, Mixer):
 
     def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
         y, (z,) = outputs[0], beside
-        assert z is not None
         return self.normed((y.float() * z).to(y.dtype), None, layout), None
 
     def _activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """SiLU of what the convolutions gave and their biases."""
-        biases = self.query_bias, self.key_bias, self.value_bias
+        biases: Any = self.query_bias, self.key_bias, self.value_bias
         q, k, v = (F.silu(y + bias.to(y.dtype)) for y, bias in zip((q, k, v), biases, strict=True))
         return q, k, v
 

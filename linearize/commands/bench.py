@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..terminal.arguments import model as model_name
-from ..terminal.arguments import path
+from ..terminal.arguments import path, split_values
 from ..terminal.output import Json, finite, print_json, say, show
 from ..terminal.progress import TORCH, starting
 
@@ -69,9 +69,13 @@ def bench_kernels(
 
 @bench.command("model")
 def bench_model(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Model: a local folder, a Hub id, or demo. Only its config is read.", parser=model_name),
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL|KEY=VALUE",
+            help="Model: a local folder, a Hub id, or demo. Only its config is read. And options of the mechanism as "
+            "key=value, which override the preset's.",
+        ),
     ] = None,
     shape: Annotated[
         str | None,
@@ -90,10 +94,7 @@ def bench_model(
     to: Annotated[
         str | None, typer.Option("--to", help="Mechanism that replaces softmax, in place of a preset.")
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Mechanism option as key=value; it overrides the preset's. Repeatable."),
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="The same as an option without --set.")] = None,
     train: Annotated[str | None, typer.Option(help="Text: row lengths for training, for example 2048,8192.")] = None,
     contexts: Annotated[
         str | None, typer.Option(help="Text: context lengths before decoding, for example 2048,32768.")
@@ -110,13 +111,18 @@ def bench_model(
     with starting():
         from ..bench.model import bench_model as measure
         from ..bench.model import markdown
+        from ..errors import LinearizeError
         from ..measure.compare import parse_lengths
         from ..plan.mechanisms import parse_settings
 
     given = {"train": train, "contexts": contexts, "sizes": sizes, "batches": batches}
     numbers = {n: parse_lengths(text, f"--{n}") if text else () for n, text in given.items() if text is not None}
-    options = parse_settings(settings or [])
-    result = measure(model, shape, to, preset=preset, options=options, compiled=compiled, tell=say, **numbers)
+    models, options = split_values(words or [])
+    if len(models) > 1:
+        raise LinearizeError(f"{' '.join(models)}: one model is measured at a time. Name one")
+    model = model_name(models[0]) if models else None
+    asked = parse_settings([*options, *(settings or [])])
+    result = measure(model, shape, to, preset=preset, options=asked, compiled=compiled, tell=say, **numbers)
     if as_json:
         print_json(result)
     else:
@@ -153,50 +159,3 @@ def bench_serve(
         print_json(result)
     else:
         show(markdown(result))
-
-
-@bench.command("paper")
-def bench_paper(
-    paper: Annotated[str, typer.Argument(help="Paper: gsa, la, mhla, saga or sla.")],
-    claims: Annotated[
-        str, typer.Option(help="Measure these rows of its table, for example speed,memory. Default: all.")
-    ] = "",
-    seconds: Annotated[
-        float | None, typer.Option(min=0, help="Start no measurement after this many seconds; rows left out say so.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option(help="JSON file for the results. It is written after every row.", parser=path)
-    ] = None,
-    tiny: Annotated[
-        bool, typer.Option("--tiny", help="Small sizes, to try every row on a CPU. The numbers are not compared.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Measure a paper's claims about speed and memory: claim, the same measurement here, and their ratio.
-
-    A claim is reproduced within 5 percent of the published number. Where a paper prints no number, the table has our
-    reading of it (at least ...). The table also lists what needs data sets. Each row is printed on stderr when it is
-    measured, and the table on stdout at the end.
-    """
-    with starting():
-        from ..bench.paper import bench_paper as measure
-        from ..bench.paper import failures, markdown
-        from ..checkpoint.atomic import check_result, write_result
-        from ..errors import Exit, LinearizeError, absent
-
-    def tell(row: str, result: dict[str, Any]) -> None:
-        say(row)
-        if save is not None:
-            write_result(save, json.dumps(finite(result)))
-
-    if save is not None:
-        if not save.absolute().parent.is_dir():
-            raise absent(save.absolute().parent, "no such folder")
-        check_result(save, '{"paper": ', "bench paper")
-    result = measure(paper, claims, seconds=seconds, tiny=tiny, tell=tell)
-    if as_json:
-        print_json(result)
-    else:
-        show(markdown(result))
-    if failed := failures(result):
-        raise LinearizeError("; ".join(failed), Exit.CHECK_FAILED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,22 @@ from ..terminal.progress import starting
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=model_name)],
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|RECIPE",
+            help="Model: a local folder, a Hub id, or demo. Or a recipe, which says how to convert: a file, or a "
+            "preset's name (list: linearize recipes ls).",
+        ),
+    ],
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Of a model: mechanism options as key=value (list: linearize mechanisms NAME), or key@0-3=value for "
+            "some layers. Of a recipe: its values as key.sub=value, such as model.base=MODEL."
+        ),
+    ] = None,
     to: Annotated[
         str | None,
         typer.Option(
@@ -68,11 +84,7 @@ def convert(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            help="Mechanism option as key=value (list: linearize mechanisms NAME), or key@0-3=value for some layers. "
-            "Repeatable.",
-        ),
+        typer.Option("--set", help="Mechanism option as key=value, also beside a recipe. Repeatable."),
     ] = None,
     allow_drop: Annotated[
         list[str] | None,
@@ -106,25 +118,47 @@ def convert(
     push: Annotated[str | None, typer.Option(help="Upload the result to this Hub repository (user/repo).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Replace softmax attention and write an ordinary Hugging Face model folder."""
+    """Replace softmax attention and write an ordinary Hugging Face model folder.
+
+    With a recipe, its `convert` and `model` say how, and options given here come before it.
+    """
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
     from ..plan.mechanisms import check_name
+    from ..recipe.presets import is_recipe
 
     if to is not None:
         check_name(to)
+    of_recipe: Any = None
+    if not is_recipe(model, values or []):
+        model = model_name(model)
     with starting():
         from ..plan.mechanisms import parse_settings
         from ..plan.plan import make_steps
 
         if to is not None:  # an option that is wrong for every model is told before transformers' models are imported
-            make_steps([], to, parse_settings(settings or []))
+            make_steps([], to, parse_settings([*(values or []), *(settings or [])]))
         from .. import convert as of_transformers
         from ..diffusion import convert as of_diffusers
         from ..hub import push as hub
         from ..plan.keep import is_auto
         from ..terminal.tables import plan_table
 
+    seed = 0
+    if is_recipe(model, values or []):
+        if restore:
+            raise LinearizeError(
+                f"--restore {restore}: a recipe converts a model with softmax. Name the converted folder"
+            )
+        of_recipe = asked_recipe(context, model, values or [])
+        seed, how, model = of_recipe.seed, of_recipe.convert, model_name(of_recipe.model.base)
+        to, layers, keep_softmax, keep_heads = how.mechanism, how.layers, how.keep_softmax, how.keep_heads
+        kept_window, score_by, copy, allow_drop = how.kept_window, how.score_by, how.copy_weights, [*how.allow_drop]
+        options, trust_remote_code = how.options, of_recipe.model.trust_remote_code
+        dtype = getattr(of_recipe.model, "dtype", None) or "keep"
+        revision = getattr(of_recipe.model, "revision", None)
+    else:
+        options = parse_settings([*(values or []), *(settings or [])])
     story: Any = of_diffusers if of_diffusers.holds_diffusers(model) else of_transformers
     if push is not None and story is of_diffusers:
         raise LinearizeError("--push: upload a pipeline of diffusers when it is there: linearize push DIR user/repo")
@@ -143,7 +177,9 @@ def convert(
             f"--score-text {score_text}: nothing is measured on it. Give it with --keep-softmax auto:2, --keep-heads "
             "auto:4 or --kept-window 4096, or leave it out"
         )
-    asked = of_scoring(score_by, score_text) if (scored or priced) and story is of_transformers else {}
+    asked: dict[str, Any] = {}
+    if (scored or priced) and story is of_transformers:
+        asked = of_scoring(score_by, score_text, of_recipe)
     asked |= {"restore": restore, "keep_heads": keep_heads} if story is of_transformers else {}
     planned = story.plan_conversion(
         model,
@@ -151,7 +187,7 @@ def convert(
         layers=layers,
         keep_softmax=keep_softmax,
         kept_window=kept_window,
-        options=parse_settings(settings or []),
+        options=options,
         allow_drop=[name.strip() for text in allow_drop or [] for name in text.split(",")],
         dtype=dtype,
         copy=copy,
@@ -170,8 +206,8 @@ def convert(
     result: dict[str, Any] = {"plan": plan.to_json(), "not_carried": left}
     target = output or Path(name_of(plan))
     if not dry_run:
-        how = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code}
-        checked = story.convert(*planned, target, **how, say=say)
+        carried = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code, "seed": seed}
+        checked = story.convert(*planned, target, **carried, say=say)
         new = ", whose new parameters are untrained" if plan.new_parameters and not plan.again else ""
         say(f"saved {target}{new}. Next: {story.next_step(plan, target)}")
         result |= {"output": str(target), "verified": checked}
@@ -196,15 +232,62 @@ def name_of(plan: Any) -> str:
     return f"{Path(done.folder).name}-{min(new, default='more-softmax')}"
 
 
-def of_scoring(method: str, text: Path | None) -> dict[str, Any]:
+# Options of this command that are values of a recipe, by their names there.
+OF_RECIPE = {
+    "to": "convert.mechanism",
+    "layers": "convert.layers",
+    "keep_softmax": "convert.keep_softmax",
+    "keep_heads": "convert.keep_heads",
+    "kept_window": "convert.kept_window",
+    "score_by": "convert.score_by",
+    "allow_drop": "convert.allow_drop",
+    "copy": "convert.copy_weights",
+    "dtype": "model.dtype",
+    "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+}
+
+
+def asked_recipe(context: typer.Context, recipe: str, values: list[str]) -> Any:
+    """A recipe with the values that were given, and with the options of the command line, which come last.
+
+    Raises LinearizeError (exit 2) for a recipe that converts nothing, or starts from a random model.
+    """
+    from ..diffusion.recipe import holds_latents, load_latents_recipe
+    from ..recipe.models import Scratch
+    from ..recipe.recipe import load_recipe
+
+    given = list(values)
+    for name, key in OF_RECIPE.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            value = context.params[name]
+            if name == "allow_drop":
+                value = [one.strip() for text in value for one in text.split(",")]
+            given.append(f"{key}={json.dumps(None if (name, value) == ('dtype', 'keep') else value)}")
+    given += [f"convert.options.{setting}" for setting in context.params["settings"] or []]
+    found: Any = (load_latents_recipe if holds_latents(recipe, given) else load_recipe)(recipe, given)
+    if found.convert is None:
+        raise LinearizeError(f"{recipe}: convert is null, so nothing is converted. Give --to and a model instead")
+    if isinstance(found.model.base, Scratch):
+        raise LinearizeError(f"{recipe}: model.base is a random model, which linearize finetune makes and converts")
+    return found
+
+
+def of_scoring(method: str, text: Path | None, recipe: Any = None) -> dict[str, Any]:
     """How `auto` compares layers, heads and windows, and on what a window of named layers is measured, as arguments.
-    Raises LinearizeError (exit 2) for another method and for text that is not there."""
+    Without a `text` of its own it is that of the recipe, where there is one. Raises LinearizeError (exit 2) for another
+    method and for text that is not there."""
     from ..choose.choose import Scoring, choosers, pricer
     from ..data.documents import TextSource
     from ..errors import absent, check_file
     from ..plan.keep import check_method
     from ..recipe.data import SUFFIXES
 
+    if text is None and recipe is not None:
+        from ..job.source import scoring_of
+
+        return choosers(scoring_of(recipe, recipe.convert, say))
     scoring: dict[str, Any] = {"method": check_method(method), "say": say}
     if text is not None:
         if not text.name.endswith(SUFFIXES):

@@ -37,11 +37,11 @@ def estimate(
 
     loaded = load_recipe(recipe, overrides or [])
     with starting():
-        from .. import finetune as story
         from ..estimate.gpus import per_hour
+        from ..job.dry_run import dry_run
         from ..terminal.tables import data_lines, estimate_table
 
-    found = story.dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
+    found = dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
     data_lines(found["stages"])
     estimate_table(found)
     if as_json:

@@ -34,11 +34,13 @@ def finetune(
     loaded = load_recipe(recipe, overrides or [])
     with starting():
         from .. import finetune as story
+        from ..job.dry_run import dry_run as estimated
+        from ..job.notes import next_commands
         from ..terminal.tables import data_lines, estimate_table, recipe_table, report_table
 
     result: dict[str, Any]
     if dry_run:
-        result = story.dry_run(loaded, say, max_steps, stage, resume=resume)
+        result = estimated(loaded, say, max_steps, stage, resume=resume)
         recipe_table(result["stages"])
         data_lines(result["stages"])
         estimate_table(result)
@@ -48,7 +50,7 @@ def finetune(
             return  # of several processes the first one speaks
         report_table(result)
         if result["output"] is not None:
-            say(f"Next: {story.next_commands(loaded)}")
+            say(f"Next: {next_commands(loaded)}")
     if as_json:
         print_json(result)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, LinearizeError
-from ..terminal.arguments import path
+from ..terminal.arguments import path, split_values
 from ..terminal.output import Json, print_json, say, say_error
 
 recipes = typer.Typer(no_args_is_help=True, help="List, copy and check recipes.")
@@ -58,23 +58,31 @@ def cp(
 
 @recipes.command("validate")
 def validate(
-    files: Annotated[list[str], typer.Argument(help="Recipe files, or names of presets.")],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Recipe value as key.sub=value, for every file. Repeatable.")
-    ] = None,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|KEY=VALUE",
+            help="Recipe files, or names of presets; and recipe values as key.sub=value, for every file.",
+        ),
+    ],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="The same as a value without --set.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check recipes. Every mistake is printed with file, line and column; then the exit code is 2."""
     from ..diffusion.recipe import holds_latents, load_latents_recipe
     from ..recipe.recipe import later_base, load_recipe
 
+    files, values = split_values(words)
+    values += settings or []
+    if not files:
+        raise LinearizeError(f"{' '.join(values)}: no recipe is named. Give a file, or a preset: linearize recipes ls")
     mistakes: dict[str, list[str]] = {}
     left: dict[str, str] = {}
     for file in files:
         try:
-            later = later_base(file, settings or [])
-            load = load_latents_recipe if holds_latents(file, settings or []) else load_recipe
-            load(file, [*(settings or []), *later])
+            later = later_base(file, values)
+            load = load_latents_recipe if holds_latents(file, values) else load_recipe
+            load(file, [*values, *later])
             mistakes[file] = []
             if later:
                 left[file] = (

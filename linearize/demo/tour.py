@@ -15,7 +15,8 @@ from rich.panel import Panel
 
 from ..checkpoint.manifest import read_plan
 from ..checkpoint.provenance import check_code_cache
-from ..finetune import finetune, plan_base
+from ..finetune import finetune
+from ..job.source import plan_base
 from ..measure.compare import read_blocks
 from ..measure.generate import load
 from ..measure.recall import Writer, rows_of, score

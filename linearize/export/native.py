@@ -146,7 +146,8 @@ def reloaded(folder: Path) -> Any:
     """What transformers loads from a folder, in fp32. Raises LinearizeError (exit 6) for missing or unknown weights."""
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, found = loaded
     wrong = [str(name) for names in found.values() for name in names]
     if wrong:
         message = f"transformers does not load what was written: {', '.join(wrong[:3])}. Nothing was written"

@@ -95,7 +95,7 @@ def compare_embeddings(
     if len(rows) < 3:
         raise LinearizeError(f"{text} has {len(rows)} passages of {WORDS} words; give a text with more of them")
     asks, answers = [first for first, _ in rows], [rest for _, rest in rows]
-    vectors = {}
+    vectors: dict[str, Any] = {}
     with progress("eval", 4 * len(rows)) as advance:
         for who, model in (("student", ours), ("teacher", theirs)):
             vectors[who] = []

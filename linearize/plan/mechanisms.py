@@ -181,9 +181,9 @@ def parse_settings(settings: list[str]) -> dict[str, str]:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key:
-            raise LinearizeError(f"--set {setting}: expected key=value, for example --set slots=64")
+            raise LinearizeError(f"{setting}: expected key=value, for example slots=64")
         if key in parsed:
-            raise LinearizeError(f"--set {key}: given twice")
+            raise LinearizeError(f"{key}: given twice")
         parsed[key] = value
     return parsed
 

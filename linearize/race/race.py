@@ -20,7 +20,12 @@ from ..data.batches import kind_of, tokens_per_sample
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..estimate.choose import as_before
 from ..estimate.estimate import lora_targets
-from ..finetune import base_path, data_hashes, dry_run, finetune, no_one, plan_base, versions
+from ..finetune import finetune
+from ..job.checks import data_hashes
+from ..job.dry_run import dry_run
+from ..job.resolve import no_one, resolve
+from ..job.source import base_path
+from ..job.start import versions
 from ..measure.compare import EvalRequest, check_eval, check_measures, compare
 from ..measure.generate import Loaded, load
 from ..page.html import BEGINS
@@ -34,7 +39,6 @@ from ..train.device import device_name
 from ..train.runs import changes as changed
 from ..train.runs import processes
 from ..train.runtime import Say, stage_steps
-from ..train.save import meta_model
 from .methods import FEWEST, METHODS, Common, Method, budget, per_step
 
 RESULT, PAGE = "race.json", "race.html"
@@ -138,7 +142,8 @@ def plan_race(
     check_folder(race)
     for one in contestants:
         for leg in one.legs if one.name in chosen else ():
-            plan_base(leg.rehearsal, weights=False)
+            with resolve(leg.rehearsal) as job:
+                _ = job.base  # raises for what does not fit
     return race
 
 
@@ -189,14 +194,14 @@ def common_of(recipe: Recipe, tokens: int | None) -> Common:
         )
     convert = {"keep_softmax": "", "keep_heads": "", "kept_window": None}
     resolved = recipe.resolved()
-    planned = plan_base(recipe.changed({**resolved, "convert": {**resolved["convert"], **convert}}), weights=False)
-    model = meta_model(None, planned, None, recipe.model.trust_remote_code)
+    with resolve(recipe.changed({**resolved, "convert": {**resolved["convert"], **convert}})) as job:
+        plan, model = job.base.planned[0], job.model
     if kind_of(model) != "text":
         raise LinearizeError(
             f"a race is for models that write text, and {type(model).__name__} writes none. Give another model",
             Exit.INCOMPATIBLE,
         )
-    layers = tuple(sorted({one.site.layer for one in planned[0].steps}))
+    layers = tuple(sorted({one.site.layer for one in plan.steps}))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Common(recipe, steps, layers, lora_targets(model), longest)
 

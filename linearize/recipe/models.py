@@ -325,7 +325,8 @@ class AttentionTransfer(Stage):
 OF_FEATURES = [name for name, one in TERMS.items() if one.teacher == "features"]
 WEIGHED = [name for name in TERMS if name not in OF_FEATURES]
 if TYPE_CHECKING:
-    TermWeights = FeatureWeights = Strict
+    TermWeights = Strict
+    FeatureWeights = Strict
 else:
     TermWeights, FeatureWeights = (
         create_model(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..demo import DEMO
 from ..errors import Exit, LinearizeError, did_you_mean
 
 FIRST = "hybrid"
@@ -56,6 +58,14 @@ def preset(name: str) -> Preset:
     if name not in known:
         raise LinearizeError(f"no preset {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
     return known[name]
+
+
+def is_recipe(word: str, values: Sequence[str] = ()) -> bool:
+    """Whether a word that may also name a model means a recipe: a YAML file, a preset unless a folder has its name, or
+    whatever stands before a value such as model.base=M, which only recipes have. `demo` is the model of that name."""
+    if word.endswith((".yaml", ".yml")) or any(value.startswith("model.") for value in values):
+        return True
+    return word != DEMO and not os.path.isdir(word) and (recipes_folder() / f"{word}.yaml").is_file()
 
 
 def recipe_path(recipe: str | Path) -> Path:

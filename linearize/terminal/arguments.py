@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..demo import named_base
@@ -41,3 +41,9 @@ def check_base(overrides: Iterable[str]) -> None:
         key, _, value = override.partition("=")
         if key == "model.base" and not value.startswith(("{", "'", '"')):
             model(value)
+
+
+def split_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words that name something, and values as key=value; a file whose name has a `=` is a file."""
+    values = [word for word in words if "=" in word and not os.path.exists(word)]
+    return [word for word in words if word not in values], values

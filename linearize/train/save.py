@@ -400,8 +400,8 @@ def round_weights(model: Any, dtype: torch.dtype) -> None:
 
 def fp32_names(model: Any) -> set[str]:
     """Names of the parameters that stay in float32 by the model's own code; code of before 2026-11-28 has none."""
-    own = ((path, getattr(mixer, "fp32_names", list)()) for path, mixer in mixers_of(model).items())
-    return {f"{path}.mixer.{name}" for path, names in own for name in names}
+    own: dict[str, Any] = {path: getattr(mixer, "fp32_names", list)() for path, mixer in mixers_of(model).items()}
+    return {f"{path}.mixer.{name}" for path, names in own.items() for name in names}
 
 
 def is_half(entry: Entry) -> bool:

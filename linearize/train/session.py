@@ -102,7 +102,6 @@ class Finetuner:
         own teacher."""
         self.base, self.named = folder, named
         self.model = self.open_model()
-        check_model(self.model, self.recipe)
         if note := trained_before(folder, named.name if named else None):
             self.say(note)
         self.student = Student(self.model, own_teacher=named is None and not self.recipe.plain)

@@ -1,9 +1,10 @@
-"""`linearize bench paper`, on the CPU: every row at tiny sizes, and how a claim is judged."""
+"""`python -m benchmarks.paper`, on the CPU: every row at tiny sizes, and how a claim is judged."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import pytest
 import torch
 from conftest import Command, with_slow
 
-from benchmarks import kernel_tables
-from linearize.bench import measured, paper
+from benchmarks import kernel_tables, measured, paper
+from benchmarks.paper import Claim, load_claims, paper_names
 from linearize.bench import timing as bench_measure
-from linearize.bench.paper import Claim, load_claims, paper_names
 from linearize.errors import Exit
 
 
@@ -25,10 +25,26 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run it in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["paper", *map(str, arguments)])
+        code: Any = 0
+        try:
+            paper.main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
 @pytest.mark.parametrize("name", with_slow(paper_names(), "saga", "sla"))
-def test_every_row_of_a_paper_is_tried(linearize: Command, tmp_path: Path, name: str) -> None:
+def test_every_row_of_a_paper_is_tried(command: Command, tmp_path: Path, name: str) -> None:
     kept = tmp_path / "rows.json"
-    code, out, err = linearize("bench", "paper", name, "--tiny", "--save", kept)
+    code, out, err = command(name, "--tiny", "--save", kept)
     assert code == 0, err
     claims, rows = load_claims(name), json.loads(kept.read_text())["rows"]
     assert [row["claim"] for row in rows] == [claim.name for claim in claims]
@@ -90,8 +106,8 @@ def test_a_claim_is_judged(
     assert row["share"] == pytest.approx(value / (published or at_least or 0.0))
 
 
-def test_time_is_up_for_later_rows(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, err = linearize("bench", "paper", "la", "--tiny", "--seconds", 0, "--claims", "speed,loss", "--json")
+def test_time_is_up_for_later_rows(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = command("la", "--tiny", "--seconds", 0, "--claims", "speed,loss", "--json")
     assert code == 0, err
     rows = json.loads(out)["rows"]
     assert [row["status"] for row in rows] == [
@@ -100,32 +116,32 @@ def test_time_is_up_for_later_rows(linearize: Command, monkeypatch: pytest.Monke
     ]
 
 
-def test_a_file_of_something_else_is_not_replaced(linearize: Command, tmp_path: Path) -> None:
-    arguments = ("bench", "paper", "la", "--tiny", "--seconds", 0, "--claims", "speed", "--save")
+def test_a_file_of_something_else_is_not_replaced(command: Command, tmp_path: Path) -> None:
+    arguments = ("la", "--tiny", "--seconds", 0, "--claims", "speed", "--save")
     for text in ("my notes", '{"machine": 1}'):
         (tmp_path / "found.json").write_text(text)
-        code, out, err = linearize(*arguments, tmp_path / "found.json")
+        code, out, err = command(*arguments, tmp_path / "found.json")
         assert (code, out) == (Exit.USAGE, ""), err
         assert (tmp_path / "found.json").read_text() == text
     (tmp_path / "found.json").unlink()
     for _ in range(2):  # its own result is replaced
-        assert linearize(*arguments, tmp_path / "found.json")[0] == 0
+        assert command(*arguments, tmp_path / "found.json")[0] == 0
 
 
-def test_what_of_ours_fails_is_told_and_a_peer_may(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_of_ours_fails_is_told_and_a_peer_may(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any) -> dict[str, Any]:
         if self.whose == "softmax" or not peer:
             raise RuntimeError("out of memory")
         return took(1.0)
 
     monkeypatch.setattr(measured.Operator, "measure", broken)
-    arguments = ("bench", "paper", "la", "--tiny", "--claims", "softmax")
+    arguments = ("la", "--tiny", "--claims", "softmax")
     peer = True
-    code, out, _ = linearize(*arguments)
+    code, out, _ = command(*arguments)
     assert code == 0
     assert "| not measured: RuntimeError: out of memory |" in out
     peer = False
-    code, _, err = linearize(*arguments)
+    code, _, err = command(*arguments)
     assert code == Exit.CHECK_FAILED
     assert "softmax, la B1 T16 H2 D64 bf16, linearize, forward: RuntimeError: out of memory" in err
 
@@ -151,11 +167,12 @@ def test_a_result_fills_its_place_in_a_page() -> None:
         (("gsaa",), Exit.USAGE, "Did you mean 'gsa'?"),
         (("la", "--tiny", "--claims", "sped"), Exit.USAGE, "Did you mean 'speed'?"),
         (("la",), Exit.RESOURCE, "need a GPU, and there is none. --tiny tries every row on a CPU"),
+        (("la", "--tiny", "--save", ""), Exit.USAGE, "is empty"),
         (("la", "--tiny", "--save", "/nowhere/at/all.json"), Exit.USAGE, "no such folder '/nowhere/at"),
     ],
 )
-def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], code: int, message: str) -> None:
-    found, out, err = linearize("bench", "paper", *arguments)
+def test_a_wrong_question_is_told(command: Command, arguments: tuple[str, ...], code: int, message: str) -> None:
+    found, out, err = command(*arguments)
     assert (found, out) == (code, "")
     assert message in err
 

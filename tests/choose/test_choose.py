@@ -26,7 +26,9 @@ from linearize.convert import convert, plan_conversion
 from linearize.data.batches import run
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import dry_run, finetune, plan_base
+from linearize.finetune import finetune
+from linearize.job.dry_run import dry_run
+from linearize.job.source import plan_base
 from linearize.plan import keep
 from linearize.plan.heads import leaves_one, named, unscored_heads
 from linearize.plan.keep import METHODS, Choice

@@ -20,7 +20,8 @@ from linearize.choose.choose import Scoring, pricer, window_chooser, window_rows
 from linearize.convert import convert, plan_conversion
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import dry_run, finetune
+from linearize.finetune import finetune
+from linearize.job.dry_run import dry_run
 from linearize.plan.keep import SINK, WINDOW_LIMIT, KeptWindow, WindowChoice
 from linearize.plan.plan import Plan
 from linearize.recipe.recipe import Recipe

@@ -169,7 +169,6 @@ def test_wrong_usage_is_told_on_stderr(linearize: Command, arguments: list[str],
         ["finetune", ""],
         ["logits", "demo", "-o", ""],
         ["bench", "kernels", "--save", ""],
-        ["bench", "paper", "gsa", "--save", ""],
     ],
     ids=" ".join,
 )

@@ -27,14 +27,13 @@ from training import (
     write_recipe,
 )
 
-from linearize import finetune as story
 from linearize.data import documents
 from linearize.data.batches import source_hash
 from linearize.data.cache_key import identity
 from linearize.data.documents import TextSource, rows_of
 from linearize.data.packing import Blocks, MixedBlocks, build_blocks
 from linearize.errors import LinearizeError
-from linearize.finetune import check_text
+from linearize.job.checks import check_text
 from linearize.recipe.data import DatasetSource, FileSource, MixSource
 from linearize.recipe.recipe import load_recipe
 
@@ -105,7 +104,7 @@ def test_text_is_read_before_the_conversion(
     root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What training could not read is told by its file and line before anything is written, whatever comes after."""
-    monkeypatch.setattr(story, "convert", lambda *given, **named: pytest.fail("converts"))
+    monkeypatch.setattr("linearize.job.start.convert", lambda *given, **named: pytest.fail("converts"))
     rows = [{"text": "a b c"}] * 400
     (tmp_path / "folder").mkdir()
     file, data, where = tmp_path / name, {"files": [name]}, f"{name}:301:10: not JSON"

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize.demo
+from benchmarks.train_teacher import Options, Stream, build_model, encode, perplexity, train
 from linearize.demo import tour
 from linearize.demo.corpus import HELD_OUT, Document, documents, is_test, read_dump, split_of, write_dump
-from linearize.demo.train_teacher import Options, Stream, build_model, encode, perplexity, train
 from linearize.errors import Exit, LinearizeError
 
 MODEL = Path(linearize.demo.__file__).parent / "model"

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from training import base, make_recipe, stage, train, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import linearize.finetune as story
 from linearize.errors import Exit, LinearizeError
 from linearize.estimate import kernels, memory
 from linearize.estimate.advice import fitting_rows, written
@@ -30,6 +29,8 @@ from linearize.estimate.kernels import most_of
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.step import Step
 from linearize.estimate.tracker import Tracker, Work
+from linearize.job import checks, resolve
+from linearize.job.dry_run import dry_run
 from linearize.recipe.recipe import Recipe, load_recipe
 from linearize.train import runs
 from linearize.train.runtime import make_optimizer
@@ -227,8 +228,8 @@ def test_layers_that_are_alike_are_rehearsed_once(tmp_path: Path, monkeypatch: p
             return found
 
         monkeypatch.setattr(memory, "find_layers", lists)
-        with story.from_configs(recipe) as (planned, folder):
-            rehearsal = Rehearsal(recipe, planned, folder, "bf16", gpu=True)
+        with resolve.resolve(recipe) as job:
+            rehearsal = Rehearsal(recipe, job.base.planned, job.base.folder, "bf16", gpu=True)
             return [rehearsal.stage(number) for number in range(len(kinds))]
 
     of_few, of_all = rehearse(True), rehearse(False)
@@ -287,8 +288,8 @@ def timed(start: Path, folder: Path, device: Device | None = None, **changes: An
     """Hours of the parts of a run of 9 steps that starts from a model, on a device whose rates are known."""
     stages = stage("attention_transfer", steps=9), stage("logit_kl", "all", steps=9)
     recipe = make_recipe(folder, start, *stages, **changes)
-    with story.from_configs(recipe) as (planned, converted):
-        rehearsal = Rehearsal(recipe, planned, converted, "no", gpu=False)
+    with resolve.resolve(recipe) as job:
+        rehearsal = Rehearsal(recipe, job.base.planned, job.base.folder, "no", gpu=False)
         return estimate(rehearsal, device or small(1 << 40)).summary()["hours_of"]
 
 
@@ -460,8 +461,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device with so many bytes, for every model."""
 
     def make(memory: int) -> None:
-        monkeypatch.setattr(story, "SMALL", 0.0)
-        monkeypatch.setattr(story, "present", lambda cpu: Device("tiny", "cuda", memory))
+        monkeypatch.setattr(resolve, "SMALL", 0.0)
+        monkeypatch.setattr(resolve, "present", lambda cpu: Device("tiny", "cuda", memory))
 
     return make
 
@@ -525,9 +526,9 @@ def test_a_source_is_not_converted_for_nothing(root: Path, tmp_path: Path, crowd
 
 def test_a_full_disk_is_told_before(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(tmp_path, base(root, "llama"), KL)
-    monkeypatch.setattr(story, "SMALL", 0.0)
-    usage = story.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(story.shutil, "disk_usage", lambda path: usage._replace(free=10))
+    monkeypatch.setattr(resolve, "SMALL", 0.0)
+    usage = checks.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage._replace(free=10))
     with pytest.raises(LinearizeError, match=r"the run needs .* checkpoints .* free") as refused:
         train(recipe)
     assert refused.value.code == Exit.RESOURCE
@@ -540,7 +541,7 @@ def test_disk_is_what_a_run_writes(root: Path, tmp_path: Path, monkeypatch: pyte
     data = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}
     more: dict[str, Any] = {"checkpoint": {"every_steps": every, "keep": 1}, "eval": {"max_tokens": 64}}
     recipe = make_recipe(tmp_path, base(root, "llama"), *stages, data=data, **more)
-    found = story.dry_run(recipe, print)["disk"]
+    found = dry_run(recipe, print)["disk"]
     place, fullest, drop = tmp_path / "run", list[int](), runs.discard
 
     def held(folder: Path) -> int:
@@ -585,7 +586,7 @@ def test_packed_text_is_counted_by_bytes(
 
 
 def test_a_missing_package_is_told_before(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(story.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     convert = {"mechanism": "gsa", "options": {"slots": 8, "chunk_size": 16}}
     source = base(root, "llama").parent / "source"
     recipe = make_recipe(tmp_path, source, TRANSFER, convert=convert, data={"train": {"path": "some/set"}})

@@ -30,8 +30,8 @@ from linearize.checkpoint.write import MIXER_SHARD
 from linearize.convert import convert, plan_conversion
 from linearize.data.documents import open_dataset
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import dry_run
 from linearize.hub.push import check_card, plan_push, push
+from linearize.job.dry_run import dry_run
 from linearize.logits import write_logits
 from linearize.recipe.recipe import load_recipe
 from linearize.terminal.output import nats

@@ -13,7 +13,7 @@ from models import save_source, small_config
 
 from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import plan_base
+from linearize.job.source import plan_base
 from linearize.plan.dropped_features import KNOWN, check_dropped_features
 from linearize.probe.probe import probe
 from linearize.recipe.recipe import load_recipe

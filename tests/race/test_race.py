@@ -239,7 +239,7 @@ def test_a_race_that_was_stopped_goes_on_and_ends_with_one_table_and_one_page(
 ) -> None:
     folder = tmp_path / "race"
     # Tests of convert look at what it writes, each time in a process of its own.
-    monkeypatch.setattr("linearize.finetune.convert", lambda *given, **how: convert(*given, **how | {"level": "none"}))
+    monkeypatch.setattr("linearize.job.start.convert", lambda *given, **how: convert(*given, **how | {"level": "none"}))
     finetune, begun = story.finetune, list[str]()
 
     def stopped(leg: Recipe, **how: Any) -> dict[str, Any]:

@@ -351,7 +351,6 @@ def test_an_estimate_shows_its_share(
 @pytest.mark.parametrize(
     ("command", "label"),
     [
-        ("bench paper saga --claims pvt-t-1280-memory --tiny", "bench paper"),
         pytest.param("bench kernels --mechanism saga --tokens 16", "bench kernels", marks=pytest.mark.slow),
         pytest.param(
             "bench model MODEL --to la --train 16 --contexts 16 --batches 1", "bench model", marks=pytest.mark.slow

@@ -20,7 +20,8 @@ from forks import Done, Forks
 from training import AT, LORA, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
 
 from linearize.errors import Exit, LinearizeError
-from linearize.finetune import dry_run, finetune
+from linearize.finetune import finetune
+from linearize.job.dry_run import dry_run
 from linearize.train import session
 from linearize.train.loop import StageLoop, Stream
 from linearize.train.runs import Run

@@ -16,7 +16,7 @@ from linearize.estimate.choose import as_before, choose, is_open, plainly
 from linearize.estimate.estimate import estimate
 from linearize.estimate.gpus import Device
 from linearize.estimate.memory import Rehearsal
-from linearize.finetune import dry_run
+from linearize.job.dry_run import dry_run
 from linearize.recipe.recipe import Recipe
 from linearize.train import small_adamw
 from linearize.train.runtime import check_divided

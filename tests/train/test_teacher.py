@@ -22,7 +22,6 @@ from training import EOS, SMALL, VOCAB, T, base, byte_tokenizer, make_recipe, me
 from training import write_recipe as recipe_file
 from transformers import AutoModelForCausalLM, ViTConfig, ViTForImageClassification
 
-import linearize.finetune as story
 import linearize.logits as writer
 from linearize.checkpoint.write import MANIFEST
 from linearize.convert import convert, plan_conversion
@@ -30,6 +29,8 @@ from linearize.data.batches import collate, targets
 from linearize.data.packing import TextSource, build_blocks
 from linearize.errors import Exit, LinearizeError
 from linearize.estimate.memory import Rehearsal
+from linearize.finetune import finetune
+from linearize.job.dry_run import dry_run
 from linearize.recipe.recipe import Recipe
 from linearize.train.loop import StageLoop
 from linearize.train.losses import cross_entropy, logit_kl
@@ -100,7 +101,7 @@ def test_a_larger_teacher_with_a_padded_vocabulary(root: Path, tmp_path: Path, m
     monkeypatch.setattr(StageLoop, "step", first)
     told: list[str] = []
     recipe = recipe_of(tmp_path, root, teacher=str(root / "large"))
-    report = story.finetune(recipe, say=told.append)
+    report = finetune(recipe, say=told.append)
     assert metrics(tmp_path)[0] == pytest.approx(seen[0], rel=1e-5)
     facts = record(tmp_path)["teacher"]
     assert (facts["model"], facts["commit"], len(facts["sha256"])) == ("large", None, 64)
@@ -208,7 +209,7 @@ def test_another_tokenizer_is_refused_by_its_first_token(root: Path, tmp_path: P
         teacher=str(teacher),
     )
     message = rf"teacher has another tokenizer: token 70 is {names[70]!r} in the base's, {names[71]!r} in the"
-    for act in (train, lambda one: story.dry_run(one, say=lambda line: None)):
+    for act in (train, lambda one: dry_run(one, say=lambda line: None)):
         with pytest.raises(LinearizeError, match=message) as caught:
             act(recipe)
         assert caught.value.code == Exit.INCOMPATIBLE
@@ -295,7 +296,7 @@ def test_the_estimate_counts_the_teacher(root: Path, tmp_path: Path) -> None:
     assert (rows.parts["teacher"], rows.teacher_copy) == (0, 0)
     assert rows.work.flops < own.work.flops
     told: list[str] = []
-    result = story.dry_run(recipe_of(tmp_path, root, teacher=str(root / "large")), told.append)
+    result = dry_run(recipe_of(tmp_path, root, teacher=str(root / "large")), told.append)
     assert any(line.startswith("the teacher is large: ") and line.endswith("in float32") for line in told)
     assert result["stages"][0]["memory"]["teacher"] > 0
 
@@ -320,7 +321,7 @@ def test_all_tokens_stored_are_the_teacher_itself(root: Path, tmp_path: Path) ->
     assert blocks[1:] == [4, 2]
     stored = recipe_of(tmp_path / "stored", root, *stages, teacher={"logits": str(tmp_path / "logits")})
     told: list[str] = []
-    report = story.finetune(stored, say=told.append)
+    report = finetune(stored, say=told.append)
     assert f"learns from {tmp_path / 'logits'} the {VOCAB} likeliest tokens of large" in told
     for key in ("loss", "kl", "ce", "eval_ppl", "eval_kl", "eval_accuracy"):
         assert metrics(tmp_path / "stored", key) == pytest.approx(metrics(tmp_path / "live", key), rel=2e-4), key
@@ -504,9 +505,9 @@ def test_no_file_of_others_is_removed(root: Path, tmp_path: Path) -> None:
     written(recipe, out, 4, dry_run=True)
     assert [*out.iterdir()] == []
     (out / "cache").mkdir()
-    for dry_run in (True, False):
+    for dry in (True, False):
         with pytest.raises(LinearizeError, match=r"holds what linearize logits did not write \(cache\)"):
-            written(recipe, out, 4, dry_run=dry_run)
+            written(recipe, out, 4, dry_run=dry)
     assert (out / "cache").is_dir()
 
 
@@ -514,7 +515,7 @@ def test_a_run_may_stop_early_on_stored_logits(root: Path, tmp_path: Path, monke
     """Of text that is read only as far as a run needs, which is less with max_steps."""
     monkeypatch.setattr("linearize.data.batches.is_long", lambda source: True)
     written(recipe_of(tmp_path, root, teacher=str(root / "large")), tmp_path / "logits", 4)
-    report = story.finetune(recipe_of(tmp_path, root, teacher={"logits": str(tmp_path / "logits")}), max_steps=1)
+    report = finetune(recipe_of(tmp_path, root, teacher={"logits": str(tmp_path / "logits")}), max_steps=1)
     assert report["max_steps"] == 1
 
 
@@ -532,7 +533,7 @@ def test_a_flipped_bit_in_a_row_is_found_when_it_is_read(root: Path, tmp_path: P
         damaged[begins + header[name]["data_offsets"][0] + 1] ^= 1
         shard.write_bytes(damaged)
         with pytest.raises(LinearizeError, match=rf"{shard.name} is damaged: row 0 is not as it was written"):
-            story.finetune(stored)
+            finetune(stored)
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
@@ -572,14 +573,14 @@ def test_a_student_may_be_held_to_its_beginning_beside_another_loss(root: Path, 
     """Not where nothing else is learned, by a dry run's words either, nor from what it predicted."""
     copy = Path(shutil.copytree(base(root, "llama"), tmp_path / "copy"))
     with pytest.raises(LinearizeError, match=ITSELF):
-        story.dry_run(recipe_of(tmp_path, root, teacher=str(copy)), print)
+        dry_run(recipe_of(tmp_path, root, teacher=str(copy)), print)
     written(recipe_of(tmp_path, root, teacher=str(copy)), tmp_path / "logits", 4)
     with pytest.raises(LinearizeError, match=ITSELF):
-        story.dry_run(recipe_of(tmp_path, root, teacher={"logits": str(tmp_path / "logits")}), print)
+        dry_run(recipe_of(tmp_path, root, teacher={"logits": str(tmp_path / "logits")}), print)
     for stages in ([stage("logit_kl", loss={"kl": 1.0, "ce": 0.5})], [stage("sft"), stage("logit_kl")]):
-        assert story.dry_run(recipe_of(tmp_path, root, *stages, teacher=str(copy)), print)["stages"]
+        assert dry_run(recipe_of(tmp_path, root, *stages, teacher=str(copy)), print)["stages"]
     other = convert_folder(source(root), tmp_path / "other", "0")
-    assert story.dry_run(recipe_of(tmp_path, root, teacher=str(other)), print)["stages"]
+    assert dry_run(recipe_of(tmp_path, root, teacher=str(other)), print)["stages"]
 
 
 def test_a_run_does_not_replace_its_teacher(root: Path, tmp_path: Path) -> None:
@@ -654,7 +655,7 @@ def test_a_second_pass_learns_from_the_original(root: Path, tmp_path: Path) -> N
     recipe = make_recipe(
         tmp_path / "second", tmp_path / "more", *still, data=DATA, eval=SHORT, teacher=str(source(root))
     )
-    report = story.finetune(recipe, say=told.append)
+    report = finetune(recipe, say=told.append)
     (note,) = [line for line in told if line.startswith("note: ") and "trained them" in line]
     assert "logits are learned from source. Attention outputs are compared with softmax on those weights" in note
     assert report["teacher_ppl"] == pytest.approx(perplexity(source(root), tmp_path), rel=1e-4)

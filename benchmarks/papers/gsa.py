@@ -6,8 +6,8 @@ state of GSA does not depend on them, and that of GLA is then the paper's.
 
 from __future__ import annotations
 
-from ..measured import Text
-from ..paper import Claim
+from benchmarks.measured import Text
+from benchmarks.paper import Claim
 
 
 def gsa(slots: int = 64, tokens: int = 2048) -> Text:

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linearize.bench.timing import here
+from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.mixer import Mixer, Site
-
-from ..plan.mechanisms import build_mixer, resolve_options
-from .timing import here
 
 
 class BlockShape(NamedTuple):

@@ -6,8 +6,8 @@ slight, marginal or mild is taken as at most 5 %.
 
 from __future__ import annotations
 
-from ..measured import Text
-from ..paper import Claim
+from benchmarks.measured import Text
+from benchmarks.paper import Claim
 
 BASES = ("gla", "retnet", "gdn")
 COST = 0.95

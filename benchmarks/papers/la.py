@@ -6,9 +6,9 @@ flash-linear-attention; here it is linearize's GLA, and fla's where it is named,
 
 from __future__ import annotations
 
-from ..case import Shape
-from ..measured import Operator, Text
-from ..paper import Claim
+from benchmarks.measured import Operator, Text
+from benchmarks.paper import Claim
+from linearize.bench.case import Shape
 
 
 def shape(T: int, D: int = 128, dtype: str = "float32") -> Shape:

@@ -1,4 +1,4 @@
-"""What `linearize bench paper` measures for a claim: an operator, a text model, an image model, or diffusion blocks.
+"""What benchmarks.paper measures for a claim: an operator, a text model, an image model, or diffusion blocks.
 
 Each kind of measurement is a NamedTuple, so that claims which need the same numbers share one measurement, and has the
 methods `tiny` (the same at sizes that a CPU takes in a moment), `about` (one line), and `measure`: ms, device_ms (the
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..plan.mechanisms import parse_settings
-from ..train.save import meta_model
-from ..verify.child.inputs import make_inputs
-from . import text, vision
-from .blocks import BLOCKS, block_inputs, make_blocks
-from .case import OURS, Run, Shape, load_case
-from .kernels import attempt, contenders
-from .model import plan_for
-from .timing import allocated, here, peak_mib, queued
+from benchmarks.blocks import BLOCKS, block_inputs, make_blocks
+from linearize.bench import text, vision
+from linearize.bench.case import OURS, Run, Shape, load_case
+from linearize.bench.kernels import attempt, contenders
+from linearize.bench.model import plan_for
+from linearize.bench.timing import allocated, here, peak_mib, queued
+from linearize.plan.mechanisms import parse_settings
+from linearize.train.save import meta_model
+from linearize.verify.child.inputs import make_inputs
 
 # Tokens of text, sides of an image in pixels, and sides of a grid of tokens in a tiny measurement.
 TINY_TOKENS, TINY_PIXELS, TINY_SIDE = 16, 64, 8

@@ -6,8 +6,8 @@ are compared, for the device is another one.
 
 from __future__ import annotations
 
-from ..measured import Images
-from ..paper import Claim
+from benchmarks.measured import Images
+from benchmarks.paper import Claim
 
 
 def beside(shape: str, pixels: int = 224, batch: int = 256, sdpa: bool = False) -> tuple[Images, Images]:

@@ -1,4 +1,4 @@
-"""Pretrain the demo model: `python -m linearize.demo.train_teacher --out linearize/demo/model`.
+"""Pretrain the demo model: `python -m benchmarks.train_teacher --out linearize/demo/model`.
 
 A Llama of 3.6 M parameters and its tokenizer, trained from nothing on the demo corpus. Minutes on one GPU.
 """
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.demo_tokenizer import BOS, EOS, train_tokenizer
 from linearize.demo.corpus import HELD_OUT, Document, documents
-from linearize.demo.tokenizer import BOS, EOS, train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def main() -> None:
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=type(field.default), default=field.default)
     values = vars(parser.parse_args())
-    command = shlex.join(["python", "-m", "linearize.demo.train_teacher", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.train_teacher", *sys.argv[1:]])
     run(values.pop("out"), values.pop("dump"), Options(**values), command)
 
 

@@ -6,8 +6,8 @@ whole pipeline, with its text encoder and decoder of latents. An H100 is the pap
 
 from __future__ import annotations
 
-from ..measured import Diffusion
-from ..paper import Claim, Quantity
+from benchmarks.measured import Diffusion
+from benchmarks.paper import Claim, Quantity
 
 WAN = "faithful=true frames=3 rows=5 columns=7 normalise=false norm=head output_gate=true dwc=0"
 

@@ -1,4 +1,9 @@
-"""`linearize bench paper`: what a paper claims of speed and memory, beside the same measurement here.
+"""What a paper claims of speed and memory, beside the same measurement here: claim, measurement, and their ratio.
+
+python -m benchmarks.paper gsa --save gsa.json      (or la, mhla, saga, sla; --tiny tries every row on a CPU)
+
+A claim is reproduced within 5 percent of the published number. Where a paper prints no number, the table has our
+reading of it (at least ...).
 
 The folder `papers` is the registry: the claims of the paper of `gsa` are CLAIMS of `papers/gsa.py`, the most telling
 first. A claim is data: where it stands, what is compared with what, and the published number. What needs data sets is
@@ -7,17 +12,23 @@ listed and not measured.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..errors import Exit, LinearizeError, did_you_mean
-from ..terminal.progress import progress
-from .kernels import attempt
-from .measured import Measurement, forget
-from .timing import here, machine
+from benchmarks.measured import Measurement, forget
+from linearize.bench.kernels import attempt
+from linearize.bench.timing import here, machine
+from linearize.checkpoint.atomic import check_result, write_result
+from linearize.errors import Exit, LinearizeError, absent, did_you_mean
+from linearize.terminal.arguments import path
+from linearize.terminal.output import finite, print_json, say, say_error, show
+from linearize.terminal.progress import progress
 
 # What is as published: so near to the number.
 NEAR = 0.05
@@ -72,7 +83,7 @@ def load_claims(name: str) -> tuple[Claim, ...]:
     known = paper_names()
     if name not in known:
         raise LinearizeError(f"{name}: no paper of that name.{did_you_mean(name, known)} Choose {', '.join(known)}")
-    claims: tuple[Claim, ...] = importlib.import_module(f"{__package__}.papers.{name}").CLAIMS
+    claims: tuple[Claim, ...] = importlib.import_module(f"benchmarks.papers.{name}").CLAIMS
     return claims
 
 
@@ -95,7 +106,7 @@ def bench_paper(
     chosen = choose(name, claims)
     if not tiny and here() == "cpu" and any(claim.of for claim in chosen):
         raise LinearizeError(
-            f"bench paper {name}: the paper's sizes need a GPU, and there is none. --tiny tries every row on a CPU",
+            f"{name}: the paper's sizes need a GPU, and there is none. --tiny tries every row on a CPU",
             Exit.RESOURCE,
         )
     result: dict[str, Any] = {"paper": name, "machine": machine(), "tiny": tiny, "rows": []}
@@ -113,7 +124,7 @@ def bench_paper(
             found[what] = {"what": what.about(), **attempt(what.measure)}
         return found[what]
 
-    with progress("bench paper", sum((c.of is not None) + (c.over is not None) for c in chosen)) as advance:
+    with progress("paper", sum((c.of is not None) + (c.over is not None) for c in chosen)) as advance:
         for claim in chosen:
             of = measure(claim.of)
             advance(claim.of is not None)
@@ -218,3 +229,49 @@ def line(row: dict[str, Any]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Each row is printed on stderr when it is measured and written to `--save`, the table on stdout at the end. Raises
+    LinearizeError, 6 for a measurement of ours that failed."""
+    save: Path | None = arguments.save
+
+    def tell(row: str, result: dict[str, Any]) -> None:
+        say(row)
+        if save is not None:
+            write_result(save, json.dumps(finite(result)))
+
+    if save is not None:
+        if not save.absolute().parent.is_dir():
+            raise absent(save.absolute().parent, "no such folder")
+        check_result(save, '{"paper": ', "benchmarks.paper")
+    limits = {"seconds": arguments.seconds, "tiny": arguments.tiny}
+    result = bench_paper(arguments.paper, arguments.claims, **limits, tell=tell)
+    if arguments.json:
+        print_json(result)
+    else:
+        show(markdown(result))
+    if failed := failures(result):
+        raise LinearizeError("; ".join(failed), Exit.CHECK_FAILED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paper", help=", ".join(paper_names()))
+    parser.add_argument("--claims", default="", help="these rows of its table, for example speed,memory; default: all")
+    parser.add_argument("--seconds", type=float, help="start no measurement after this many; rows left out say so")
+    parser.add_argument("--save", type=path, help="JSON file for the results, written after every row")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, whose numbers are not compared")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    try:
+        run(parser.parse_args())
+    except LinearizeError as error:
+        say_error("", error.message)
+        sys.exit(int(error.code))
+
+
+if __name__ == "__main__":
+    main()

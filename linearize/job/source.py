@@ -1,0 +1,90 @@
+"""Where the model of a recipe comes from: a folder, the Hub, a random one; and the conversion that is planned of it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.atomic import scratch_beside
+from ..checkpoint.manifest import read_plan, saved_again
+from ..checkpoint.source import Source, open_source
+from ..choose.choose import Scoring, choosers
+from ..convert import plan_conversion
+from ..demo import named_base
+from ..errors import existing_folder
+from ..recipe.data import holds_images, parts_of
+from ..recipe.models import Convert, Scratch
+from ..recipe.recipe import Recipe
+from ..train.device import on_cpu
+from ..train.random_model import write_random
+from ..train.runtime import Say, to_source
+
+
+def base_path(recipe: Recipe) -> str:
+    """`demo` stands for the model that the package ships. The base is not a random one."""
+    assert isinstance(recipe.model.base, str)
+    return named_base(recipe.model.base)
+
+
+@contextlib.contextmanager
+def open_source_of(recipe: Recipe, weights: bool) -> Iterator[str]:
+    """Within: where the model is that a recipe starts from. A random one is made for as long: with `weights` on the
+    disk of the run, so that the conversion can link them, else its config alone."""
+    if not isinstance(recipe.model.base, Scratch):
+        yield base_path(recipe)
+        return
+    run = Path(recipe.output_dir).absolute()
+    near = existing_folder(run.parent) / run.name
+    with scratch_beside(near) if weights else tempfile.TemporaryDirectory() as folder:
+        yield str(write_random(recipe, Path(folder), weights))
+
+
+def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool = True) -> Source:
+    """A base that was converted before; from the Hub, with its `weights`, when there is none here.
+
+    Raises LinearizeError (exit 3) for a base that linearize did not write.
+    """
+    source = open_source(base_path(recipe), commit or recipe.model.revision, weights=weights)
+    if saved_again(source.folder) is None:
+        read_plan(source.folder)
+    return source
+
+
+def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, say: Say = print) -> Any:
+    """The conversion that the recipe asks for, as `plan_conversion` returns it, of the model at `base` (None: the one
+    that it names)."""
+    how = recipe.convert
+    assert how is not None
+    scored = choosers(scoring_of(recipe, how, say)) if weights else {}
+    return plan_conversion(base or base_path(recipe), how.mechanism, weights=weights, **scored, **asked_of(recipe, how))
+
+
+def asked_of(recipe: Recipe, how: Convert) -> dict[str, Any]:
+    """What a recipe asks of a conversion, as arguments of `plan_conversion`."""
+    return {
+        "layers": how.layers,
+        "keep_softmax": how.keep_softmax,
+        "keep_heads": how.keep_heads,
+        "kept_window": how.kept_window,
+        "options": how.options,
+        "allow_drop": how.allow_drop,
+        "dtype": recipe.model.dtype or "keep",
+        "copy": how.copy_weights,
+        "revision": recipe.model.revision,
+        "trust_remote_code": recipe.model.trust_remote_code,
+    }
+
+
+def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
+    """How `auto` compares layers and heads: on the text of the first stage, in its rows. Not with its seed, so that
+    `convert` chooses the same on the same text in rows of the same length."""
+    data = recipe.data_for(recipe.stages[0])
+    if holds_images(data.train):  # the plan says that it has no text to compare
+        return Scoring(convert.score_by)
+    first, _ = parts_of(data.train)[0]
+    text = to_source(first, data.pack.text_key, recipe.folder)
+    device = "cpu" if on_cpu(recipe) else "cuda"
+    return Scoring(convert.score_by, text, data.pack.seq_len, device, say=say)
