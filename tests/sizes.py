@@ -61,7 +61,8 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
         {"faithful": True, "slots": 64},
     ),
     "gla": ({**NEAR}, T2R),
-    "gdn": ({**NEAR},),
+    "gdn": ({**NEAR}, {"native": True}),
+    "mamba2": ({"eps": 1.0e-5},),
     "retnet": ({**NEAR}, T2R),
     "la": (
         {"feature_map": "hedgehog", **NEAR},
@@ -84,6 +85,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "gdn": ({"state_heads": "query", **NEAR},),
     "retnet": ({"state_heads": "query", **NEAR},),
     "la": ({}, BIDIRECTIONAL),
+    "mamba2": (),
     "mhla": ({},),
     "saga": (BIDIRECTIONAL | {"feature_map": "elu", "norm": "head"},),
     "sla": ({"base": "gla", **NEAR}, {"base": "gdn", "state_heads": "query"}, {"base": "retnet"}),

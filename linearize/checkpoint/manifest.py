@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def listed_files(folder: Path) -> list[str]:
 def check_complete(folder: Path, without: Container[str] = (), code: Exit = Exit.INCOMPATIBLE) -> None:
     """Raise LinearizeError (exit `code`) where files that a folder's linearize.json lists are gone, but for those in
     `without`: half of it was copied, or transformers has saved a model over it."""
-    missing = sorted(name for name in listed_files(folder) if not (name in without or (folder / name).is_file()))
+    missing = sorted(name for name in listed_files(folder) if not (name in without or os.path.lexists(folder / name)))
     if not missing:
         return
     lacks = f"{folder} lacks {some(missing)}, which {MANIFEST} lists. Copy or download the folder again, or convert or "

@@ -65,7 +65,7 @@ def is_recipe(word: str, values: Sequence[str] = ()) -> bool:
     whatever stands before a value such as model.base=M, which only recipes have. `demo` is the model of that name."""
     if word.endswith((".yaml", ".yml")) or any(value.startswith("model.") for value in values):
         return True
-    return word != DEMO and not os.path.isdir(word) and (recipes_folder() / f"{word}.yaml").is_file()
+    return word != DEMO and not os.path.isdir(word) and os.path.isfile(recipes_folder() / f"{word}.yaml")
 
 
 def recipe_path(recipe: str | Path) -> Path:

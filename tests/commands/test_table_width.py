@@ -40,6 +40,9 @@ ANSWERS = {
 }  # fmt: skip
 CLASS_MAPS = ANSWERS | {"predicts": "parts", "labelled": 0}
 NUMBERS = CLASS_MAPS | {"predicts": "numbers", "relative_error": 0.125}
+EMBEDDINGS = {"passages": 1000, "data": "sentence-transformers/all-nli", "longest": 256, "same_answer": 0.875}
+EMBEDDINGS |= {f"{figure}_{what}": 0.9765 for figure in ("spearman", "cosine") for what in ("sentences", "passages")}
+EMBEDDINGS |= {f"{who}_found_{n}": 0.987 for who in ("student", "teacher") for n in (1, 10)}
 METRIC = {"metric": "acc_norm", "filter": "none", "student": 0.5, "student_error": 0.01}
 METRIC |= {"teacher": 0.51, "teacher_error": 0.01}
 TASK = {"task": "arc_challenge", "few_shot": 25, "rows": 1172, "metrics": [METRIC], "part_of": None}
@@ -119,6 +122,7 @@ SHOWN: dict[str, Callable[[Path], Any]] = {
     "positions_table": lambda _: tables.positions_table(POSITIONS),
     "comparison_table": lambda _: tables.comparison_table(COMPARED),
     "answers_table": lambda _: [tables.answers_table(one) for one in (ANSWERS, CLASS_MAPS, NUMBERS)],
+    "embeddings_table": lambda _: tables.embeddings_table(EMBEDDINGS),
     "tasks_table": lambda _: tables.tasks_table({"tasks": [TASK], "teacher": "softmax", "harness": "0.4.9"}),
     "prediction_table": lambda _: tables.prediction_table({"before": [LEVEL], "after": [LEVEL]}),
     "checks_table": lambda _: tables.checks_table("llama-3.2-1b-gsa", CHECKS),

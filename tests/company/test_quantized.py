@@ -61,7 +61,8 @@ def test_a_quantized_student_answers_as_itself(student: Path, tmp_path: Path, me
     model = load(student, dtype=torch.float32, quantization_config=config)
     model.save_pretrained(tmp_path)  # before it computes: on a CPU bitsandbytes then repacks its weights
     kinds = {type(p).__name__ for name, p in model.named_parameters() if "mixer" in name}
-    assert kinds - {"Parameter"}, "the mixers' projections are quantized as the others are"
+    # bitsandbytes leaves out modules that have parameters in float32, as gates have.
+    assert bool(kinds - {"Parameter"}) == method.startswith("torchao")
     found = answers(model)
     kl = float((wanted.exp() * (wanted - found)).sum(-1).mean())
     assert 0 < kl < allowed

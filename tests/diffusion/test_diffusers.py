@@ -258,9 +258,9 @@ def test_each_saved_model_runs_its_own_code(
 
     def edited(roots: list[str]) -> dict[str, str]:
         files = flat(roots)
-        old = "return o.to(v.dtype), g.clamp_min"
+        old = "return o.to(v.dtype), g, state"
         assert files["la.py"].count(old) == 1
-        return files | {"la.py": files["la.py"].replace(old, "return 0.5 * o.to(v.dtype), g.clamp_min")}
+        return files | {"la.py": files["la.py"].replace(old, "return 0.5 * o.to(v.dtype), g, state")}
 
     monkeypatch.setattr(code, "flat_files", edited)
     converted(sources[WAN], tmp_path / "two", "la")

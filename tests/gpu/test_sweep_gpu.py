@@ -378,7 +378,7 @@ def test_presets_are_swept() -> None:
     found: dict[str, list[Any]] = {"window": [*PRESETS["window"]]}
     for preset in presets():
         converted = yaml.safe_load(preset.path.read_text())["convert"]
-        options = converted.get("options", {}) | (BIDIRECTIONAL if preset.name.startswith("vit-") else {})
+        options = converted.get("options", {}) | (BIDIRECTIONAL if preset.name.startswith(("vit-", "sentence")) else {})
         known = found.setdefault(converted["mechanism"], [])
         known += [options] if options not in known else []
     by_text = {name: sorted(map(_sorted, options)) for name, options in found.items()}

@@ -21,6 +21,7 @@ from conftest import Command
 from hub_server import TOKEN, Hub, Repo, serve
 from huggingface_hub import HfApi, constants, get_session, metadata_load
 from models import HYBRID, Zoo, load, logits, save_source, tokens
+from safetensors.torch import save_file
 from training import T, base, byte_tokenizer, make_recipe, stage, train, write_recipe
 
 import linearize.hub.push
@@ -215,7 +216,7 @@ def test_a_push_replaces_the_one_before(hub: Hub, folder: Path, unverified: None
     hub.lfs = lfs
     manifest = json.loads((folder / MANIFEST).read_text())
     old = folder / "model-source-00002-of-00002.safetensors"
-    old.write_bytes(b"weights of before")
+    save_file({"before": torch.zeros(1)}, old)
     (folder / MANIFEST).write_text(json.dumps({**manifest, "files": [*manifest["files"], old.name]}))
     push(plan_push(folder, REPO), lambda text: None)
     repo = hub.repos[REPO]

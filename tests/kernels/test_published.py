@@ -309,8 +309,8 @@ def test_scores_of_sla_come_from_what_is_not_rotated(tmp_path: Path) -> None:
         last.base.load_state_dict(mixer.base.state_dict())
     given, heard = tokens(2, 21), []
     gates = ours[0].gates
-    ours[0].gates = lambda q, k, x: heard.append((q, k)) or gates(q, k, x)
-    without[0].gates = lambda q, k, x: heard.append((q, k)) or gates(q, k, x)
+    ours[0].gates = lambda q, k, x, plain=False: heard.append((q, k)) or gates(q, k, x)
+    without[0].gates = lambda q, k, x, plain=False: heard.append((q, k)) or gates(q, k, x)
     with torch.no_grad():
         expected = plain(given).logits
         assert relative_error(model(given).logits, expected) < 1e-5

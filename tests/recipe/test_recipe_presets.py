@@ -274,6 +274,7 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "hybrid-native-qwen3",
         "lolcats-style",
         "radlads-style",
+        "sentence",
         "gsa-t2r",
         "gla-t2r",
         "retnet-t2r",

@@ -184,7 +184,10 @@ def test_the_saved_model_is_the_trained_one(
 def test_bfloat16_is_saved_as_bfloat16(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = {"device": "cpu", "precision": "bf16"}
     _, final, logits = saved("llama", ["mixer"], root, tmp_path, monkeypatch, dtype="bfloat16", runtime=runtime)
-    assert {t.dtype for t in tensors(final).values()} == {torch.bfloat16}
+    kinds = {name: t.dtype for name, t in tensors(final).items()}
+    wide = {name for name, kind in kinds.items() if kind == torch.float32}
+    assert {*kinds.values()} == {torch.bfloat16, torch.float32}
+    assert wide == {name for name in kinds if name.endswith((".mixer.forget.bias", ".mixer.clock_strength"))}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ours = load(final, dtype=torch.bfloat16)(input_ids=IDS, use_cache=False).logits
     assert relative_error(ours, logits) < 2 * TOLERANCE[torch.bfloat16]

@@ -71,6 +71,7 @@ def test_sound_models_behave(zoo: Zoo, name: str, layers: str) -> None:
     assert not failing(zoo.folders(name, layers)[1])
 
 
+REAL_PLACES = "places = positions(real[:, seen:], documents, real[:, :seen].sum(1), (B, T))"
 LAYOUT = "tokens = call_layout(call.geometry, causal, attention_mask, shape, seen, call.told(kwargs))\n"
 HIDDEN = LAYOUT + "    if tokens.padding is not None:\n        tokens = tokens._replace(padding=tokens.padding%s)\n"
 # What fails -> (file, what it says, what a broken one says).
@@ -90,7 +91,7 @@ BROKEN = {
         LAYOUT,
         HIDDEN % ".flip(1).cummax(1).values.flip(1)",
     ),
-    "left padding without position_ids": ("seam.py", "places = (number - 1).clamp_min(0)", "places = 2 * number"),
+    "left padding without position_ids": ("seam.py", REAL_PLACES, f"{REAL_PLACES} * 2"),
     "right padding": (
         "seam.py",
         LAYOUT,
