@@ -108,6 +108,8 @@ def site_and_options(
     causal = options.pop("causal", True)
     if options.pop("faithful", False):
         options = published_options(kind, options.get("base")) | options
+    for switch, others in kind.implied.items():
+        options = (others if options.get(switch) else {}) | options
     if options.get("window"):
         importlib.import_module("linearize_kernels.window.window")
     site = Site(0, "a", "self", hidden, heads.H, heads.Hkv, heads.D, heads.D, heads.D**-0.5, causal=causal)
