@@ -136,7 +136,7 @@ def convert(
         from ..plan.mechanisms import parse_settings
         from ..plan.plan import make_steps
 
-        if to is not None:  # an option that is wrong for every model is told before transformers' models are imported
+        if to is not None:  # refuse a wrong option before transformers' models are imported
             make_steps([], to, parse_settings([*(values or []), *(settings or [])]))
         from .. import convert as of_transformers
         from ..diffusion import convert as of_diffusers
