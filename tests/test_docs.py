@@ -254,7 +254,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder())
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=65536, **shape
+        vocab_size=len(tokenizer), num_hidden_layers=4, max_position_embeddings=65536, **shape
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")

@@ -328,7 +328,7 @@ class GatedDeltaNet(Recurrent, Mixer):
         memory, *tails = (None,) * 4 if state is None else state
         ends: Any
         if self.taps == 1:
-            sequences = len(q) if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
+            sequences = q.shape[0] if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
             ends = [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in (q, k, v)]
         else:
             held = tails if layout.rows is None else [take(tail, layout.rows) for tail in tails]

@@ -246,7 +246,8 @@ def starts(path: Path) -> Iterator[tuple[str, str, str]]:
         for block in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
             if isinstance(block, ast.With) and ast.unparse(block.items[0]).startswith("starting("):
                 given = ast.unparse(block.items[0])[len("starting(") : -1]
-                yield function.name, given or "MODELS", "\n".join(map(ast.unparse, block.body))
+                imports = [one for one in block.body if isinstance(one, ast.Import | ast.ImportFrom)]
+                yield function.name, given or "MODELS", "\n".join(map(ast.unparse, imports))
 
 
 STARTS = {f"{path.stem}-{start[0]}": start for path in COMMANDS for start in starts(path)}
