@@ -73,8 +73,8 @@ def make_blocks(
     """The blocks of a shape with a mechanism in the place of softmax, or with SDPA: in all, or in every
     `softmax_every`-th one."""
     width = shape.heads * shape.dim
-    site = AttentionSite(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim, shape.dim**-0.5, False,
-                grid="patches")  # fmt: skip
+    site = AttentionSite(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim, shape.dim**-0.5,
+                         False, grid="patches")  # fmt: skip
     mixers: list[Mixer | None] = [None] * shape.blocks
     with torch.device(here()):
         if mechanism is not None:

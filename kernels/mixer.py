@@ -147,9 +147,9 @@ class Mixer(nn.Module):
     bases: ClassVar[tuple[str, ...]] = ()
     # The exact window beside a mechanism; window.py sets it, which travels only with a checkpoint that has windows.
     window_type: ClassVar[Callable[..., nn.Module] | None] = None
-    # Set by attention_hooks.py: its attention function, the config that names the implementation, what its model was told of
-    # places (position_hooks.py), the prefix of the implementation's name, the mechanism with its options, and the names
-    # of the positional arguments of the attention module.
+    # Set by attention_hooks.py: its attention function, the config that names the implementation, what its model was
+    # told of places (position_hooks.py), the prefix of the implementation's name, the mechanism with its options, and
+    # the names of the positional arguments of the attention module.
     attention_function: Any
     switch: Any
     position_hooks: Any
@@ -184,10 +184,10 @@ class Mixer(nn.Module):
         if window:
             assert Mixer.window_type is not None, "window.py was not imported"
             self.near = Mixer.window_type(site.hidden, site.heads, window, sink, site.scale, self.normalised)
-        # Whether `mix` gets q and k without rotary embedding; read by attention_hooks.py before the attention module runs.
+        # Whether `mix` gets q and k without rotary embedding; read before the attention module runs.
         self.drop_rope = not rope
-        # Whether `mix` gets q and k as they are in front of the norms that the attention module has for them. attention_hooks.py
-        # then runs the module a second time for the student, so such a mixer gets no rotary embedding either.
+        # Whether `mix` gets q and k as they are in front of the norms that the attention module has for them. The
+        # module then runs a second time for the student, so such a mixer gets no rotary embedding either.
         self.raw = False
         # What the attention hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
@@ -197,6 +197,11 @@ class Mixer(nn.Module):
         self.reductions: dict[str, Any] = {}
         # The listener that gets the teacher's and the student's output during attention transfer.
         self.transfer: Any = None
+
+    @property
+    def seam(self) -> Any:
+        """`attention_function`, by the name that files of earlier versions in this process know (interface.py)."""
+        return self.attention_function
 
     def fp32_names(self) -> list[str]:
         """Names of the parameters that stay in fp32, by `in_fp32` of the parts."""

@@ -51,7 +51,7 @@ Attend = Callable[[Scores, Tensor, Callable[[], Tensor]], Tensor]
 
 
 def capture(module: Any) -> None:
-    """Make an attention module without the interface go through its mixer's attention function, whenever the switch says so."""
+    """Make a module without the interface call its mixer's attention function, whenever the switch says so."""
     module.forward = functools.partial(run, module)
 
 

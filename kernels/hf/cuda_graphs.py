@@ -6,9 +6,9 @@ step's kernels serves every later token. The recorded step sees an empty cache t
 of its token, and that token's column of the padding mask; its first answer must equal the plain step's bit for bit,
 else the plain steps go on. Anything that a recording would skip or fix (hooks, other inputs) keeps the plain steps too.
 
-Layers that keep softmax read more with every token. In a hybrid their keys lie in buffers with room for more (static_layers.py),
-and when these are full a step is recorded again. Its answer equals the plain step's up to rounding, since softmax is
-summed in another order.
+Layers that keep softmax read more with every token. In a hybrid their keys lie in buffers with room for more
+(static_layers.py), and when these are full a step is recorded again. Its answer equals the plain step's up to rounding,
+since softmax is summed in another order.
 
 generate(disable_compile=True) keeps the steps plain; generate(compile_config=CompileConfig()) records the compiled
 step where all layers are linear, which is faster again, and takes a quarter of a minute for a model's first call.
@@ -172,8 +172,9 @@ class Step:
         trial: bool = False,
         static_layers: Any = None,
     ) -> None:
-        """`states` become the buffers; `static_layers` has those of the layers that keep softmax. With `trial`, and with static layers,
-        the step runs once before it is recorded. Raises ValueError where it would be wrong for later tokens."""
+        """`states` become the buffers; `static_layers` has those of the layers that keep softmax. With `trial`, and with
+        static layers, the step runs once before it is recorded. Raises ValueError where it would be wrong for later
+        tokens."""
         self.model, self.cache, self.static_layers = model, cache_in(inputs), static_layers
         self.name = next(name for name in CACHE_NAMES if name in inputs)
         self.layers, self.states = state_layers(self.cache), states

@@ -1,8 +1,9 @@
 """What this project registers with transformers: names `linearize_*` for attention and mask functions.
 
 Several copies of these files meet in one process (the package, checkpoints, versions), and the registered names are
-shared by all of them, the last one to register winning. So what is registered only dispatches to `module.mixer.attention_function`,
-which belongs to the mixer's own copy: the names and this call are the one agreement between versions.
+shared by all of them, the last one to register winning. So what is registered only dispatches to
+`module.mixer.attention_function`, which belongs to the mixer's own copy: the names and this call are the one agreement
+between versions.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def dispatch(prefix: str, backend: str, module: nn.Module, *args: Any, **kwargs:
     if mixer is None:
         static = getattr(args[1], "linearize_room", None) if len(args) > 1 else None
         return softmax(module, *args, **kwargs) if static is None else static().attend(softmax, module, *args, **kwargs)
-    return mixer.attention_function(mixer, prefix, softmax, module, *args, **kwargs)
+    # A mixer of an earlier version has it under another name.
+    attend = mixer.attention_function if hasattr(mixer, "attention_function") else mixer.seam
+    return attend(mixer, prefix, softmax, module, *args, **kwargs)
 
 
 def softmax_function(backend: str, module: nn.Module) -> Callable[..., Any]:

@@ -28,8 +28,9 @@ OTHER_SCORES = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", 
 
 
 class Places:
-    """What the static layers of a cache share. `size` is N; `count` [1] int64 tells the device how many tokens came before the
-    step's; `real` [B,N] bool which places a token sees: those of the real tokens before it, and the last one, its own.
+    """What the static layers of a cache share. `size` is N; `count` [1] int64 tells the device how many tokens came
+    before the step's; `real` [B,N] bool which places a token sees: those of the real tokens before it, and the last
+    one, its own.
     """
 
     def __init__(self, keys: Tensor, held: int) -> None:
@@ -153,8 +154,8 @@ class StaticLayers:
             raise ValueError("a layer that keeps softmax does not call transformers' attention interface")
 
     def stand_in(self, layers: list[Any]) -> list[Any]:
-        """The layers of a cache with static ones in their places; linear ones have seen as many tokens as those have places,
-        but one."""
+        """The layers of a cache with static ones in their places; linear ones have seen as many tokens as those have
+        places, but one."""
         return [self.static_layers.get(i, layer) for i, layer in enumerate(layers)]
 
 

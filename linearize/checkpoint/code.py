@@ -17,6 +17,9 @@ from .templates import templates_of, written
 
 MODELING_FILE = "modeling_linearized.py"
 
+# Files that travelled under another name until 0.3.0 was released: that name, and what a model's file imports of it.
+EARLIER = {"attention_hooks": ("seam", "Linearized"), "static_layers": ("rooms", "Rooms")}
+
 
 class SourceClasses:
     """The source's own classes: its config, its model with a head, and its bare model where there is one."""
@@ -87,9 +90,12 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
     templates, config = templates_of(version), natives.config.__name__
     mixers = {name: mixer_class(files.get(f"{name}.py", "")) for name in mixer_files(plan)}
     carried = mixers | ({"capture": "capture"} if captured(plan) else {})
+    hooks = "attention_hooks" if "attention_hooks.py" in files else EARLIER["attention_hooks"][0]
     # Files of earlier versions import their parts themselves; what a window needs they never did.
-    brought = reached([m for root in (*carried, "seam") for m in imported(files.get(f"{root}.py", ""))], files)
-    parts = {file: name for file, name in plan_parts(plan).items() if f"{file}.py" in files.keys() - brought}
+    brought = reached([m for root in (*carried, hooks) for m in imported(files.get(f"{root}.py", ""))], files)
+    wanted = plan_parts(plan)
+    wanted |= dict(EARLIER[file] for file in wanted.keys() & EARLIER.keys())
+    parts = {file: name for file, name in sorted(wanted.items()) if f"{file}.py" in files.keys() - brought}
     names = dict.fromkeys((*carried.items(), *parts.items()))
     imports = [f"from .{file} import {name}" for file, name in names]
     capture = templates.capture if captured(plan) else ""
@@ -107,6 +113,7 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
         ),
         pairs=", ".join([f'("{natives.model_type}", "linearized_{natives.model_type}")', class_pairs]),
         class_pairs=class_pairs,
+        hooks=hooks,
     )
 
 

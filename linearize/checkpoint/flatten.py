@@ -1,7 +1,7 @@
 """Copy kernel files into a checkpoint: they are nested at home and flat in a checkpoint.
 
 transformers copies the code of a checkpoint from one flat folder. So `kernels/gsa/launch.py` travels as
-`gsa_launch.py`, `kernels/gsa/gsa.py` as `gsa.py` and `kernels/hf/attention_hooks.py` as `attention_hooks.py`; the relative imports at the
+`gsa_launch.py`, `kernels/gsa/gsa.py` as `gsa.py` and `kernels/hf/cache.py` as `cache.py`; the relative imports at the
 start of their lines are rewritten on the way, and so are those by `import_module`. Only the first kind is followed: a
 file of the second kind travels where an option needs it (`Mixer.parts`).
 """

@@ -138,6 +138,10 @@ _TYPE_0_2_0 = """
 """
 _PAIRS_0_3_0 = '(("{model_type}", "{model_type}"), {class_pairs})'
 _MODELING_0_3_0 = _MODELING_0_2_0.replace(_TYPE_0_2_0, "").replace("({pairs})", _PAIRS_0_3_0)
+# Its first folders have the file under the name that it had before.
+_MODELING_0_3_0 = _MODELING_0_3_0.replace("`seam.py` gives", "`{hooks}.py` gives").replace(
+    ".seam import", ".{hooks} import"
+)
 
 TEMPLATES = {
     "0.1.0": Templates(_MODELING_0_1_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),

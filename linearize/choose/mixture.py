@@ -173,7 +173,7 @@ def mix(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In place of the mixer's attention function: gate times softmax plus the rest of the mixer's output, [B,T,H,Dv]."""
+    """In place of a mixer's attention function: gate times softmax plus the rest of its output, [B,T,H,Dv]."""
     call, gate = mixer.calls[this_thread()], mixture.gates[mixer.site.layer]
     if isinstance(gate, Tensor) and gate.ndim:  # a number for each key head
         gate = gate.repeat_interleave(query.shape[1] // len(gate))[:, None]

@@ -73,7 +73,7 @@ def bench_model(
         list[str] | None,
         typer.Argument(
             metavar="MODEL|KEY=VALUE",
-            help="Model: a local folder, a Hub id, or demo. Only its config is read. And options of the mechanism as "
+            help="Model: a local folder, a Hub id, or demo. Only its config is read. Then mechanism options as "
             "key=value, which override the preset's.",
         ),
     ] = None,
@@ -138,7 +138,7 @@ def bench_serve(
     loads: Annotated[
         str, typer.Option(help="Requests at a time x tokens of each prompt. Default: 1x128,64x512,32x16384,8x65536.")
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps that are timed after the last prompt is read.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps to time after all prompts are read.")] = 256,
     options: Annotated[
         list[str] | None, typer.Option("--engine", help="Option of vLLM's engine as key=value. Repeatable.")
     ] = None,

@@ -21,23 +21,23 @@ def convert(
         str,
         typer.Argument(
             metavar="MODEL|RECIPE",
-            help="Model: a local folder, a Hub id, or demo. Or a recipe, which says how to convert: a file, or a "
-            "preset's name (list: linearize recipes ls).",
+            help="Model: a local folder, a Hub id, or demo. Or a recipe that says how to convert: a file, or a preset "
+            "(list: linearize recipes ls).",
         ),
     ],
     values: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Of a model: mechanism options as key=value (list: linearize mechanisms NAME), or key@0-3=value for "
-            "some layers. Of a recipe: its values as key.sub=value, such as model.base=MODEL."
+            help="After a model: mechanism options as key=value (list: linearize mechanisms NAME), key@0-3=value for "
+            "some layers. After a recipe: recipe values as key.sub=value, for example model.base=MODEL."
         ),
     ] = None,
     to: Annotated[
         str | None,
         typer.Option(
             "--to",
-            help="Mechanism that replaces softmax (list: linearize mechanisms). Default for a converted MODEL: its "
-            "own, with its options.",
+            help="Mechanism that replaces softmax (list: linearize mechanisms). Default for a converted MODEL: the one "
+            "that it has, with the same options.",
         ),
     ] = None,
     output: Annotated[
@@ -62,23 +62,23 @@ def convert(
     kept_window: Annotated[
         str | None,
         typer.Option(
-            help="Tokens that layers with softmax see, beside the first four. 4096: all of these layers. 4096@1,3: "
-            "these alone. auto:4096: those whose predictions change by at most 0.01 nats a token (auto:4096:0.02: "
-            "another limit). The plan prints the cost, if --score-text is given or layers are chosen."
+            help="Window of the layers that keep softmax: they see so many last tokens and the first four. 4096: in "
+            "all of them. 4096@1,3: in layers 1 and 3. auto:4096: where it changes predictions by at most 0.01 nats a "
+            "token (auto:4096:0.02: another limit)."
         ),
     ] = None,
     score_by: Annotated[
         str,
         typer.Option(
-            help="How auto compares layers or heads: restore (gives softmax back to one after the other), swaps (makes "
-            "one at a time linear, fastest) or gates (learns how much softmax each needs)."
+            help="How auto scores layers or heads: restore (starts all linear, gives softmax back one by one), swaps "
+            "(makes one at a time linear; fastest) or gates (learns how much softmax each needs)."
         ),
     ] = "restore",
     score_text: Annotated[
         Path | None,
         typer.Option(
-            help="Text for auto and for the cost of --kept-window: .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet. "
-            "Default for auto: Python sources. For a window it must have documents that are longer than the window.",
+            help="Text to measure on, for auto and --kept-window: .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet. "
+            "Default for auto: Python sources. A window needs documents that are longer than it.",
             parser=path,
         ),
     ] = None,
@@ -111,8 +111,8 @@ def convert(
     verify: Annotated[
         str,
         typer.Option(
-            help="Check of the result: full, keys (no logits) or none. auto: full; where memory is short the first "
-            "layers alone, or keys."
+            help="Check of the result: full, keys (no logits) or none. auto: full, but with little memory only the "
+            "first layers, or keys."
         ),
     ] = "auto",
     push: Annotated[str | None, typer.Option(help="Upload the result to this Hub repository (user/repo).")] = None,

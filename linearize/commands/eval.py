@@ -42,9 +42,9 @@ def evaluate(
     recipe: Annotated[
         str,
         typer.Option(
-            help="Recipe or preset that names the text: data.eval, data.pack and eval.max_tokens. The folder of a run: "
-            "its text and its teacher; with --tasks its teacher alone. Without it the text is the held-out part of "
-            "Python's standard library."
+            help="Recipe or preset whose data.eval, data.pack and eval.max_tokens name the text; or the folder of a "
+            "run, for its text and teacher (with --tasks its teacher alone). Default: held-out files of Python's "
+            "standard library."
         ),
     ] = "",
     lengths: Annotated[
@@ -54,15 +54,15 @@ def evaluate(
     generate: Annotated[
         int,
         typer.Option(
-            min=0, help="Texts that each model writes by itself, to measure recall, Python that parses and repetition."
+            min=0, help="Texts that each model generates, to measure recall, whether Python parses, and repetition."
         ),
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks of lm-evaluation-harness instead, for example arc_easy,hellaswag, or a file.yaml with a task "
-            "of your own."
+            help="Run these tasks of lm-evaluation-harness instead: arc_easy,hellaswag, or a file.yaml with your own "
+            "task."
         ),
     ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: only this many rows of each.")] = None,

@@ -18,7 +18,12 @@ def finetune(
         list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each stage will do, and stop.")] = False,
-    resume: Annotated[str, typer.Option(help="Go on from a checkpoint: auto, never, or its folder.")] = "auto",
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="Resume: auto (the last checkpoint, if any), never (start over), or the folder of a checkpoint."
+        ),
+    ] = "auto",
     stage: Annotated[str | None, typer.Option(help="Run only the stage with this name.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop each stage after this many steps.")] = None,
     as_json: Json = False,

@@ -29,9 +29,7 @@ def generate(
     teacher: Annotated[bool, typer.Option("--teacher", help="Run the softmax teacher on the same weights.")] = False,
     compiled: Annotated[
         bool,
-        typer.Option(
-            "--compile", help="Compile the decode step. It takes about 15 s, then decoding is faster; for GPUs."
-        ),
+        typer.Option("--compile", help="On a GPU, compile the decode step: takes about 15 s, then decoding is faster."),
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")

@@ -20,7 +20,7 @@ def logits(
     ] = None,
     *,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder to write. A call that was stopped goes on.", parser=path)
+        Path, typer.Option("--output", "-o", help="Folder to write. An interrupted call continues.", parser=path)
     ],
     top: Annotated[int, typer.Option(min=1, help="Likeliest tokens to keep at each position of the text.")] = 64,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print how much disk it takes, and stop.")] = False,

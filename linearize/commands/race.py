@@ -28,17 +28,17 @@ def race(
     recipe: Annotated[
         str,
         typer.Option(
-            help="Recipe or preset that contestants share: layer, text, blocks, learning rates, and the stages "
-            "attention_transfer and logit_kl. Default: that of linearize demo."
+            help="Recipe or preset that all contestants share: layers, text, blocks, learning rates, and the stages "
+            "attention_transfer and logit_kl. Default: the recipe of linearize demo."
         ),
     ] = "",
-    only: Annotated[str, typer.Option(help="Contestants to run, with commas between. Default: all.")] = "",
+    only: Annotated[str, typer.Option(help="Contestants to run, separated by commas. Default: all.")] = "",
     tokens: Annotated[
         str, typer.Option(help="Training tokens of each contestant: 40k, 7.8M. Default: those of the recipe.")
     ] = "",
     lengths: Annotated[str, typer.Option(help="Lengths of recall and needle texts in tokens.")] = "256",
     trials: Annotated[int, typer.Option(min=1, help="Number of texts for each task and length.")] = 32,
-    generate: Annotated[int, typer.Option(min=0, help="Texts that each model writes by itself.")] = 16,
+    generate: Annotated[int, typer.Option(min=0, help="Texts that each model generates.")] = 16,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder of the race. Default: runs/race-MODEL.", parser=path),

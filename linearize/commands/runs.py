@@ -31,9 +31,7 @@ def runs(
 def compare(
     places: Annotated[
         list[Path],
-        typer.Argument(
-            help="Runs, converted folders, files that eval -o wrote, and the teachers of these.", parser=path
-        ),
+        typer.Argument(help="Runs, converted folders, files that eval -o wrote, and their teachers.", parser=path),
     ],
     output: Annotated[
         Path | None,

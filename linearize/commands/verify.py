@@ -19,8 +19,8 @@ def verify(
         bool,
         typer.Option(
             "--strict",
-            help="Treat warnings and skipped checks as failures. Also run longer sequences, lower the limit from 1e-4 "
-            "to 2e-5, and read all weights for values that are not finite.",
+            help="Treat warnings and skipped checks as failures. Also run longer sequences, lower the tolerance from "
+            "1e-4 to 2e-5, and look for NaN and infinity in all weights.",
         ),
     ] = False,
     trust_remote_code: Annotated[

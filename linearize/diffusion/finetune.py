@@ -30,6 +30,7 @@ from ..errors import Exit, LinearizeError, check_file, did_you_mean, reason_of, 
 from ..hub.push import check_access
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
+from ..recipe.renamed import present_keys
 from ..terminal.output import counted
 from ..terminal.progress import progress
 from ..train.device import resolve_precision, takes_cpu
@@ -208,7 +209,7 @@ def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: s
     if (folder / "recipe.json").exists():
         old, new = (
             {key: value for key, value in one.items() if key not in FREE}
-            for one in (read_json(folder / "recipe.json"), recipe.resolved())
+            for one in (present_keys(read_json(folder / "recipe.json")), recipe.resolved())
         )
         changed = diff_resolved(old, new) if resume == "auto" else []
         if changed:

@@ -24,7 +24,7 @@ DIFFUSERS = "diffusers"  # the model type of plans for pipelines of diffusers
 
 
 # Fields that were renamed: the name in plans of earlier versions -> today's.
-RENAMED_FIELDS = {"held": "cached_tokens"}
+RENAMED_FIELDS = {"held": "cached_tokens", "again": "reconversions"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,8 +78,8 @@ class PatchTracer(TorchFunctionMode):
                 return
 
     def place(self, shape: tuple[int, ...], module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-        """The fields of an AttentionSite for a module that is called with the arguments `given` on x of `shape` [B,T,..], and
-        `flat`: whether its tokens lie on a grid of rows and columns alone."""
+        """The fields of an AttentionSite for a module called with `given` on x of `shape` [B,T,..], and `flat`: whether
+        its tokens lie on a grid of rows and columns alone."""
         if self.images is None:
             return LINE
         B, T = shape[:2]

@@ -14,11 +14,13 @@ from pydantic import (
     ValidationInfo,
     create_model,
     field_validator,
+    model_validator,
 )
 
 from ..plan.keep import Method
 from ..train.terms import TERMS
 from .data import OF_IMAGES, Data, Pack, StageData, holds_images
+from .renamed import present_keys
 from .types import (
     Count,
     Decay,
@@ -567,6 +569,11 @@ class Recipe(Strict):
     """What happens to the finished model."""
 
     _folder: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present_keys(cls, data: Any) -> Any:
+        return present_keys(data)
 
     @field_validator("eval")
     @classmethod

@@ -1,7 +1,8 @@
 """Parse YAML with positions, so that every mistake in a recipe is reported with its line and column.
 
 The dialect is YAML 1.2's core schema rather than PyYAML's 1.1: `1e-3` is a number, `no` and `2024-01-01` are
-text. Aliases and tags are refused: a recipe is plain data. Nothing here knows what a recipe contains.
+text. Aliases and tags are refused: a recipe is plain data. Nothing here knows what a recipe contains, but for keys
+that had another name once (renamed.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from ..errors import Exit, LinearizeError, check_file, did_you_mean, near_path
 from .presets import presets, recipes_folder
+from .renamed import present_key
 
 Keys = tuple[str | int, ...]
 
@@ -185,13 +187,14 @@ class Document:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._note(where, keys, "a key must be plain text")
                 continue
-            child = (*keys, key_node.value)
-            if key_node.value in data:
+            key = present_key(keys[-1] if keys else None, key_node.value)
+            child = (*keys, key)
+            if key in data:
                 first = self._key_marks[child]
                 self._note(where, child, f"duplicate key, first at {first.line}:{first.column}")
                 continue
             self._key_marks[child] = where
-            data[key_node.value] = self._build(value_node, child, source)
+            data[key] = self._build(value_node, child, source)
         return data
 
     def _override(self, text: str, source: int) -> None:
@@ -229,7 +232,7 @@ class Document:
             if isinstance(container, list):
                 keys = (*keys, _index(container, step, keys))
             elif isinstance(container, dict):
-                keys = (*keys, step)
+                keys = (*keys, present_key(keys[-1] if keys else None, step))
             else:
                 raise LookupError(f"{dotted(keys)} is {shown(container)} and has no keys")
         return container, keys

@@ -36,6 +36,7 @@ from ..errors import LinearizeError, check_file, json_object, os_error, undamage
 from ..plan.plan import Plan, some
 from ..recipe.data import rooted, unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weight_settings
+from ..recipe.renamed import present_keys
 from ..terminal.output import finite
 
 UNBORN = "run.json.tmp"  # all that a run leaves which was killed before it had a name
@@ -122,7 +123,7 @@ class Run:
             return
         with self._undamaged_record():
             record = json.loads(self.record.read_text("utf-8"))
-            recorded = record["recipe"]
+            recorded = present_keys(record["recipe"])
             with contextlib.suppress(ValidationError):  # keys that an earlier version did not have get their defaults
                 recorded = Recipe.model_validate(recorded).resolved()
             old = per_step(recorded, record["processes"])
@@ -335,7 +336,7 @@ class Run:
         return [p for p in self.checkpoints.iterdir() if (p / POSITION).exists() and not p.name.endswith(".tmp")]
 
     def save(self, position: Position, write: Callable[[Path], None]) -> Path:
-        """A new checkpoint. Of those within a stage `checkpoint.save_total_limit` stay, none once it is over; its end stays."""
+        """A new checkpoint. Within a stage `checkpoint.save_total_limit` stay; once it is over, its end alone."""
         target = self.checkpoints / f"{self.recipe.stages[position.stage].name}-{position.step}{'-end' * position.done}"
         work = target.with_name(target.name + ".tmp")
         discard(work)

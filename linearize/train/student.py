@@ -313,7 +313,7 @@ def linear_layers(model: nn.Module) -> dict[str, type[nn.Module]]:
 
 
 def inject_lora(model: nn.Module, lora: Any) -> Any:
-    """LoRA layers on the modules named by `lora.target_modules`; returns peft's tuner. Raises LinearizeError (exit 3)."""
+    """LoRA layers on `lora.target_modules`; returns peft's tuner. Raises LinearizeError (exit 3)."""
     from peft import LoraConfig, LoraModel
 
     check_targets(model, lora.target_modules)

@@ -402,8 +402,8 @@ def test_an_upgrade_that_fails_leaves_the_folder_as_it_was(
         monkeypatch.setattr(upgrade, "with_present_options", others)
     else:
         right = "return o.to(query.dtype), None"
-        assert right in files["seam.py"]
-        files["seam.py"] = files["seam.py"].replace(right, right.replace("o.to", "2 * o.to"))
+        assert right in files["attention_hooks.py"]
+        files["attention_hooks.py"] = files["attention_hooks.py"].replace(right, right.replace("o.to", "2 * o.to"))
     monkeypatch.setattr(upgrade, "code_files", lambda plan, natives: files)
     before = contents(old)
     code, _, err = linearize("upgrade", old)

@@ -220,7 +220,7 @@ MISTAKES = [
     ),
     (
         edited("lr: 1e-3", "lr: 1e-3, max_grad_norm: 1e-20"),
-        "r.yaml:10:33 stages[0].optimizer.max_grad_norm: must be >= 1e-06, not 1e-20",
+        "r.yaml:10:42 stages[0].optimizer.max_grad_norm: must be >= 1e-06, not 1e-20",
     ),
     (
         edited("lr: 1e-3", "lr: 1e-3, weight_decay: -1"),

@@ -1,0 +1,29 @@
+"""Keys of recipes that had another name once: files, overrides and records that have it are read as today's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# (Key of the mapping around it, old name) -> present name.
+RENAMED = {
+    ("batch", "accumulate"): "gradient_accumulation_steps",
+    ("checkpoint", "keep"): "save_total_limit",
+    ("lora", "target"): "target_modules",
+    ("loss", "tokens_at_once"): "chunk_size",
+    ("optimizer", "clip"): "max_grad_norm",
+}
+
+
+def present_key(around: Any, key: str) -> str:
+    """The present name of a key in the mapping that is the value of `around`."""
+    return RENAMED.get((around, key), key)
+
+
+def present_keys(recipe: Any, around: Any = None) -> Any:
+    """A recipe, or a part of one, with the present names of its keys. One that has both names of a key is left so."""
+    if isinstance(recipe, list):
+        return [present_keys(item, around) for item in recipe]
+    if not isinstance(recipe, dict):
+        return recipe
+    names = {key: present_key(around, key) for key in recipe}
+    return {key if names[key] in recipe else names[key]: present_keys(value, key) for key, value in recipe.items()}
