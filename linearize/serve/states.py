@@ -213,14 +213,14 @@ def run_call(
     is for mixers that rotate q and k themselves, else None.
     """
     q, k, v, x = (tensor[call.tokens] for tensor in inputs)
-    layout = layout_class(mixer)(padding=call.padding)
+    tokens = layout_class(mixer)(padding=call.padding)
     if rotation is not None:
-        layout = layout._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
+        tokens = tokens._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
     # Code of checkpoints from before 2026-11-23 knows no rows.
-    if not call.fresh and q.shape[1] == 1 and "rows" in layout._fields:
-        o, _ = mixer(q, k, v, x, layout._replace(rows=call.rows), layout.views(pool))
+    if not call.fresh and q.shape[1] == 1 and "rows" in tokens._fields:
+        o, _ = mixer(q, k, v, x, tokens._replace(rows=call.rows), layout.views(pool))
     else:
-        o, state = mixer(q, k, v, x, layout, None if call.fresh else layout.read(pool, call.rows))
+        o, state = mixer(q, k, v, x, tokens, None if call.fresh else layout.read(pool, call.rows))
         layout.write(pool, call.rows, state)
     o, places = o.flatten(0, 1), call.tokens.flatten()
     if call.real is not None:
