@@ -41,12 +41,10 @@ SHORT = {"pack": {"seq_len": 16}}
 KL, TRANSFER = stage("logit_kl", "all"), stage("attention_transfer")
 RECIPES: dict[str, list[dict[str, Any]]] = {
     "transfer": [TRANSFER],
-    "all": [KL],
     "all, after a transfer": [TRANSFER, KL],
     "accumulated": [stage("logit_kl", "all", batch={"per_device": 1, "accumulate": 2})],
     "mixer": [stage("logit_kl", "mixer", batch={"per_device": 3})],
-    "lora": [stage("logit_kl", ["new", "lora"])],
-    "sft": [stage("sft", "all")],
+    "sft": [stage("sft", ["new", "lora"])],
 }
 
 
@@ -82,9 +80,7 @@ def allocated(work: Any) -> int:
     return highest
 
 
-@pytest.mark.parametrize(
-    "name", with_slow(RECIPES, "accumulated", "all", "all, after a transfer", "lora", "mixer", "sft")
-)
+@pytest.mark.parametrize("name", with_slow(RECIPES, "accumulated", "all, after a transfer", "mixer", "sft"))
 def test_parts_are_those_of_a_real_step(root: Path, tmp_path: Path, name: str) -> None:
     """fp32 on a CPU: weights, gradients, optimizer and teacher exactly, what autograd saves within 10 %."""
     recipe = make_recipe(tmp_path, base(root, "llama"), *RECIPES[name])

@@ -95,6 +95,16 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
 QUICK = ("gsa-window",)
 
 
+def kinds_of(preset: Preset) -> tuple[Any, ...]:
+    """What training can tell apart, on bases that are converted the same way: the data and the kinds of stages."""
+    stages = load_recipe(preset.path, ["model.base=demo"]).stages
+    return of_images(preset), *((one.kind, tuple(one.train)) for one in stages)
+
+
+# One preset of each kind of run, a quick one where there is one.
+TRAINED = {kinds_of(preset): preset.name for preset in sorted(PRESETS, key=lambda preset: preset.name in QUICK)}
+
+
 @pytest.mark.parametrize(
     "preset",
     with_slow(PRESETS, *(preset for preset in PRESETS if preset.name not in QUICK)),
@@ -103,7 +113,8 @@ QUICK = ("gsa-window",)
 def test_a_preset_is_planned_and_trains(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, preset: Preset
 ) -> None:
-    """By name, on a base and text given as overrides: files there start at the working directory."""
+    """By name, on a base and text given as overrides: files there start at the working directory. All are planned, one
+    of each kind trains."""
     monkeypatch.chdir(place)
     command = ("finetune", preset.name, *tiny(preset, place), "--max-steps", "1", "--json")
     code, out, err = linearize(*command, "--dry-run")
@@ -111,6 +122,8 @@ def test_a_preset_is_planned_and_trains(
     planned = json.loads(out)["stages"]
     assert all(plan["parameters"] > 0 for plan in planned)
     assert not (place / preset.name).exists()
+    if preset.name not in TRAINED.values():
+        return
     # The conversion is planned above; made once for all, since each ends with a clean process.
     ready = ("convert=null", f"model.base={converted(place, 'llama')}", "finish.verify=false")
     ready = ("finish.verify=false",) if of_images(preset) else ready
