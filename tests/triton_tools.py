@@ -72,7 +72,7 @@ def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_forks(function: Callable[[str], None], cases: Sequence[str]) -> None:
-    """function(case) in a forked child for each case: a process knows one driver of triton, and imports take seconds."""
+    """function(case) in a forked child each: a process knows one driver of triton, and imports take seconds."""
     for case in cases:
         child = os.fork()
         if child == 0:

@@ -476,7 +476,7 @@ def test_heads_are_checked_first_and_layers_of_named_ones_become_linear(heads_pl
 
 
 @pytest.mark.usefixtures("_less_text")
-@pytest.mark.parametrize("method", with_slow(METHODS, *METHODS[1:]))
+@pytest.mark.parametrize("method", with_slow(METHODS[:2], METHODS[1]))
 def test_convert_chooses_the_head_that_matters(
     heads_place: Path, tmp_path: Path, linearize: Command, method: str
 ) -> None:
