@@ -54,6 +54,12 @@ def with_slow(values: Iterable[Any], *slow: Any) -> list[Any]:
     return [pytest.param(one, marks=pytest.mark.slow) if one in slow else one for one in found]
 
 
+def holds(text: str, *names: str) -> bool:
+    """Whether a message has each of these names and values, however it is worded and broken into lines."""
+    found = " ".join(text.split())
+    return all(" ".join(name.split()) in found for name in names)
+
+
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """max |ours - reference| / max |reference|, in float64; NaN when either has one."""
     a, b = ours.detach().double(), reference.detach().double()

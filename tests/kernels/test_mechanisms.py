@@ -103,7 +103,7 @@ def same(ours: Tensor, reference: Tensor) -> bool:
 
 def test_there_are_mechanisms_and_an_unknown_one_is_told() -> None:
     assert "gsa" in mechanism_names()
-    with pytest.raises(LinearizeError, match=r"unknown mechanism 'gas'\. Did you mean 'gsa'"):
+    with pytest.raises(LinearizeError, match=r"'gas'.*'gsa'"):
         load_mechanism("gas")
 
 
@@ -342,7 +342,7 @@ def test_it_sees_both_sides_or_says_that_it_looks_back(name: str, variant: str) 
         changed: Any = tuple(torch.cat([y[:, :-1], -y[:, -1:]], 1) for y in inputs)
         assert not torch.equal(mix(mixer, changed, causal=False)[0][:, 0], whole[:, 0])
     else:
-        with pytest.raises(ValueError, match=r"^a: called as bidirectional attention, and .* looks back only"):
+        with pytest.raises(ValueError, match=r"a.*bidirectional"):
             mix(mixer, inputs, causal=False)
         assert mix(mixer, cut(inputs, 0, 1), causal=False)[0].isfinite().all()
 

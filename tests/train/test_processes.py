@@ -381,7 +381,7 @@ def test_fsdp_settings_that_are_refused(
 
 
 def test_fsdp_is_for_models_that_write_text() -> None:
-    with pytest.raises(LinearizeError, match="FSDP of ViTModel, which writes no text, is not supported"):
+    with pytest.raises(LinearizeError, match=r"FSDP.*ViTModel"):
         shard(ViTModel(ViTConfig(hidden_size=4, num_hidden_layers=0, num_attention_heads=1)), None, [])
 
 
@@ -390,12 +390,12 @@ def test_a_folder_has_one_command_at_a_time(model: Path, tmp_path: Path) -> None
     first = Run(recipe, "auto")
     with first.preparing(True):
         pass
-    with pytest.raises(LinearizeError, match=rf"in use: process {os.getpid()} runs in it") as caught:
+    with pytest.raises(LinearizeError, match=rf"use.*{os.getpid()}") as caught:
         train(recipe)
     assert caught.value.code == Exit.USAGE
     first.close()
     late = Run(recipe, "auto")  # looked before the other was done
     train(recipe)
-    with pytest.raises(LinearizeError, match="changed while this started"), late.preparing(True):
+    with pytest.raises(LinearizeError, match=r"changed.*started"), late.preparing(True):
         pass
     assert (tmp_path / "run" / "final").exists()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TOLERANCE, relative_error, with_slow
+from conftest import TOLERANCE, relative_error
 from models import load, small_model
 from safetensors.torch import load_file, save_file
 from training import LORA, VOCAB, T, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
@@ -141,7 +141,9 @@ def test_a_stage_moves_what_it_names_and_never_the_teacher(
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
-@pytest.mark.parametrize(("model", "precision"), with_slow([("llama", "bf16"), ("gpt2", "fp32")], ("gpt2", "fp32")))
+@pytest.mark.parametrize(
+    ("model", "precision"), [("llama", "bf16"), pytest.param("gpt2", "fp32", marks=pytest.mark.slow)]
+)
 def test_the_teacher_stays_through_a_run_of_every_kind(
     model: str, precision: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,10 +168,12 @@ def saved(model: str, parts: list[str], root: Path, tmp_path: Path, monkeypatch:
 
 
 SAVED = [("llama", "all", ["new"]), ("llama", "all", ["new", "lora"]), ("llama", "0", ["mixer"])]
-SAVED += [("llama", "0", ["all"]), ("gpt2", "0", ["new", "lora"]), ("gpt2", "all", ["all"])]
+SAVED += [("llama", "0", ["all"])]
+SAVED += [pytest.param("gpt2", "0", ["new", "lora"], marks=pytest.mark.slow)]
+SAVED += [pytest.param("gpt2", "all", ["all"], marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("model", "layers", "parts"), with_slow(SAVED, *SAVED[-2:]), ids=str)
+@pytest.mark.parametrize(("model", "layers", "parts"), SAVED, ids=str)
 def test_the_saved_model_is_the_trained_one(
     model: str, parts: list[str], layers: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +250,7 @@ def test_a_model_that_fails_its_checks_can_be_saved(
     monkeypatch.setattr(export, "verify_final", fail)
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), finish={"verify": True})
     kept = tmp_path / "run" / "checkpoints" / "logit_kl-4-end"
-    with pytest.raises(LinearizeError, match=f"failed: so.* --resume {kept} with finish.verify=false saves") as caught:
+    with pytest.raises(LinearizeError, match=rf"failed.*--resume.*{kept}.*finish.verify=false") as caught:
         train(recipe)
     assert caught.value.code == Exit.CHECK_FAILED
     assert not (tmp_path / "run" / "final").exists()
@@ -283,11 +287,11 @@ def test_tied_weights_are_stored_under_the_name_that_the_source_has(tmp_path: Pa
 
 
 def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
-    with pytest.raises(LinearizeError, match="no tokenizer can be loaded") as caught:
+    with pytest.raises(LinearizeError, match=r"tokenizer.*loaded") as caught:
         open_processor(tmp_path, "masked")
     assert caught.value.code == Exit.INCOMPATIBLE
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
-    with pytest.raises(LinearizeError, match=r"has code of its own\. Read it, then pass --trust-remote-code"):
+    with pytest.raises(LinearizeError, match="--trust-remote-code"):
         load_tokenizer(tmp_path, False)
 
 
@@ -295,11 +299,11 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("HubertModel", "HubertModel takes input_values"),
-        ("BartForConditionalGeneration", "reads one text and writes another"),
-        ("VideoMAEForVideoClassification", "takes video, and finetune has data of text and of images alone"),
-        ("Siglip2VisionModel", "takes pixel_values and pixel_attention_mask and spatial_shapes together"),
-        ("CLIPModel", "takes input_ids and pixel_values together"),
-        ("CamembertForSequenceClassification", "predicts no tokens, .* its head for masked tokens, or without a head"),
+        ("BartForConditionalGeneration", r"reads.*writes"),
+        ("VideoMAEForVideoClassification", r"finetune.*images"),
+        ("Siglip2VisionModel", r"pixel_values.*pixel_attention_mask.*spatial_shapes"),
+        ("CLIPModel", r"input_ids.*pixel_values"),
+        ("CamembertForSequenceClassification", r"predicts.*tokens.*tokens"),
     ],
 )
 def test_models_without_data_of_their_kind_are_refused(tmp_path: Path, name: str, message: str) -> None:
@@ -395,7 +399,7 @@ def test_a_merge_must_be_exact(root: Path, tmp_path: Path, monkeypatch: pytest.M
             student.lora.merge_and_unload = unload
 
     monkeypatch.setattr(export, "finish_adapters", lossy)
-    with pytest.raises(LinearizeError, match="merging adapters changed logits") as caught:
+    with pytest.raises(LinearizeError, match=r"adapters.*changed") as caught:
         train(recipe)
     assert caught.value.code == Exit.CHECK_FAILED
 

@@ -90,7 +90,7 @@ def test_a_wrong_step_is_found_in_the_first_layers(zoo: Zoo, tmp_path: Path, mon
     plan, opened, _ = planned(source, HYBRID)
     left(monkeypatch, 3.9 * numbers([folder]))
     assert room_for(folder, plan) == Room(2, False)
-    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+    with pytest.raises(LinearizeError, match=r"single.*differ"):
         verify(folder, "auto", opened, plan, False)
 
 
@@ -142,5 +142,5 @@ def test_an_upgrade_compares_first_layers(zoo: Zoo, tmp_path: Path, monkeypatch:
     plan, _, _ = planned(source, HYBRID)
     left(monkeypatch, 3.9 * numbers([folder]))
     assert "(largest difference 0.0e+00)" in upgrade.compared(folder, folder, plan)
-    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+    with pytest.raises(LinearizeError, match=r"single.*differ"):
         upgrade.compared(folder, forgetful(folder, tmp_path / "linear"), plan)
