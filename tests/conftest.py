@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 # Before torch is imported anywhere: two workers on two cores must not start four threads each.
@@ -27,6 +28,7 @@ from zygote import Zygotes
 
 from linearize.checkpoint import carried
 from linearize.cli import main
+from linearize.page import drawing
 from linearize.verify import reload
 
 if TYPE_CHECKING:
@@ -83,14 +85,14 @@ def remember_imports() -> None:
 
 
 def pytest_configure() -> None:
-    """The disk outlives the tests, so none waits until files have reached it."""
+    """The disk outlives the tests, so none waits until files have reached it; pictures of cards have fewer pixels."""
     os.fsync = lambda handle: None  # type: ignore[assignment]
+    drawing.SCALE = 1
     remember_imports()
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay for good, so the garbage collector need not go through them: accelerate asks for a full collection
-    at the start of each stage, which takes as long as the stage of a tiny model."""
+    """Modules stay for good, so the garbage collector need not go through them."""
     gc.freeze()
 
 
@@ -150,6 +152,13 @@ def linearize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         return code or 0, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _no_full_collections() -> None:
+    """accelerate asks for one at the start of each stage, which takes as long as the stage of a tiny model."""
+    if memory := sys.modules.get("accelerate.utils.memory"):
+        memory.gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
