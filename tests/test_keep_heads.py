@@ -200,24 +200,24 @@ def test_the_command_says_what_it_keeps(linearize: Command, source: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--keep-heads", "3"], 2, "'3' is no layer and key heads. Write \"3:0,1;7:2\""),
-        (["--keep-heads", "3:0;3:0"], 2, "3:0 is named twice"),
-        (["--keep-heads", ";"], 2, "names no head"),
-        (["--keep-heads", "9:0"], 2, "layer 9 does not become linear. Name heads of layers 0-3"),
-        (["--keep-heads", "2:0", "--keep-softmax", "2"], 2, "layer 2 does not become linear"),
-        (["--keep-heads", "2:2"], 2, "has 2 key heads (0 to 1), and 2 is none of them"),
-        (["--keep-heads", "2:0,1"], 2, "leaves none to convert. Keep the layer: --keep-softmax 2"),
-        (["--keep-heads", "auto"], 2, "write auto:2 for two heads, or auto:25% for a quarter of them"),
-        (["--keep-heads", "auto:5"], 2, "keeps 5 heads, and 4 leave one in each layer"),
-        (["--keep-heads", "2:0", "--set", "rope=false"], 2, "need the rotary embedding in front of features"),
-        (["--keep-heads", "auto:1", "--set", "rope=false"], 2, "need the rotary embedding in front of features"),
+        (["--keep-heads", "3"], 2, ("'3'", '"3:0,1;7:2"')),
+        (["--keep-heads", "3:0;3:0"], 2, ("3:0", "named")),
+        (["--keep-heads", ";"], 2, ("names", "head")),
+        (["--keep-heads", "9:0"], 2, ("9", "become", "0-3")),
+        (["--keep-heads", "2:0", "--keep-softmax", "2"], 2, ("2", "become")),
+        (["--keep-heads", "2:2"], 2, ("2", "heads", "0", "1")),
+        (["--keep-heads", "2:0,1"], 2, ("layer", "--keep-softmax", "2")),
+        (["--keep-heads", "auto"], 2, ("auto:2", "auto:25%")),
+        (["--keep-heads", "auto:5"], 2, ("keeps", "5", "4")),
+        (["--keep-heads", "2:0", "--set", "rope=false"], 2, ("embedding", "features")),
+        (["--keep-heads", "auto:1", "--set", "rope=false"], 2, ("embedding", "features")),
     ],
 )
 def test_what_cannot_be_is_told_and_nothing_is_written(
     linearize: Command, source: Path, tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
     found, _, err = run(linearize, source, *arguments, "-o", tmp_path / "out")
-    assert (found, message in " ".join(err.split())) == (code, True), err
+    assert (found, holds(err, *message)) == (code, True), err
     assert not (tmp_path / "out").exists()
 
 

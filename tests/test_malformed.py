@@ -112,8 +112,8 @@ def more_tokens(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [
-        (of_layers("mechanism", "gsaa"), "unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
-        (of_manifest, "unknown mechanism 'mlha'. Did you mean 'mhla'?"),
+        (of_layers("mechanism", "gsaa"), ("'gsaa'", "'gsa'")),
+        (of_manifest, ("'mlha'", "'mhla'")),
     ],
     ids=["config", "manifest"],
 )
@@ -124,7 +124,7 @@ def test_a_mechanism_that_is_unknown_is_named(
         pytest.skip("reads the plan in config.json")
     damage(place / "ours")
     code, message = told(linearize, place, monkeypatch, command)
-    assert (code, wanted in message) == (Exit.INCOMPATIBLE, True), message
+    assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), message
 
 
 def piped(folder: Path) -> None:
@@ -135,9 +135,9 @@ def piped(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [
-        (of_layers("mechanism", "gsaa"), "unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
-        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "maximum recursion depth exceeded"),
-        (piped, "config.json is a pipe or a device: not a file"),
+        (of_layers("mechanism", "gsaa"), ("'gsaa'", "'gsa'")),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), ("recursion", "exceeded")),
+        (piped, ("config.json", "device")),
     ],
     ids=["mechanism", "nested", "pipe"],
 )
@@ -148,7 +148,7 @@ def test_every_command_names_what_is_wrong_with_a_folder(
     monkeypatch.setattr("linearize.serve.start.is_installed", lambda name: True)
     for command in ("serve", "export", "logits", "estimate", "upgrade", "eval"):
         code, message = told(linearize, place, monkeypatch, command)
-        assert (code, wanted in message) == (Exit.INCOMPATIBLE, True), (command, message)
+        assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), (command, message)
     assert not {"onnx", "logits", "upgraded"} & {path.name for path in place.iterdir()}
 
 
@@ -228,10 +228,10 @@ def no_vocabulary(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "damage", "code", "wanted"),
     [
-        ("generate", other_class, Exit.INCOMPATIBLE, "cannot cut text into tokens: WordPiece error"),
-        ("finetune", other_class, Exit.INCOMPATIBLE, "Copy the source's tokenizer files there"),
-        ("generate", no_vocabulary, Exit.USAGE, "the prompt has no token"),
-        ("finetune", no_vocabulary, Exit.INCOMPATIBLE, "its vocabulary is empty or cut short"),
+        ("generate", other_class, Exit.INCOMPATIBLE, ("tokens", "WordPiece")),
+        ("finetune", other_class, Exit.INCOMPATIBLE, ("source's",)),
+        ("generate", no_vocabulary, Exit.USAGE, ("prompt", "token")),
+        ("finetune", no_vocabulary, Exit.INCOMPATIBLE, ("vocabulary", "short")),
     ],
 )
 def test_a_tokenizer_that_makes_no_tokens(
@@ -245,7 +245,7 @@ def test_a_tokenizer_that_makes_no_tokens(
 ) -> None:
     damage(place / "ours")
     found, message = told(linearize, place, monkeypatch, command)
-    assert (found, wanted in message) == (code, True), message
+    assert (found, holds(message, *wanted)) == (code, True), message
 
 
 @pytest.mark.parametrize(
@@ -411,15 +411,13 @@ def test_upgrade_names_code_that_does_not_run(linearize: Command, place: Path, m
     assert not (place / "upgraded").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"), [('{"weight_map": {"model.', "is not valid JSON"), ("{}", "weight_map must map tensor names")]
-)
+@pytest.mark.parametrize(("text", "wanted"), [('{"weight_map": {"model.', ("JSON",)), ("{}", ("weight_map",))])
 def test_an_index_that_is_damaged_is_not_pushed(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, text: str, wanted: str
 ) -> None:
     (place / "ours" / "model.safetensors.index.json").write_text(text)
     code, message = told(linearize, place, monkeypatch, "push")
-    assert (code, wanted in message) == (Exit.INCOMPATIBLE, True), message
+    assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), message
 
 
 def test_a_tokenizer_beside_code_that_does_not_run(

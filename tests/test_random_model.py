@@ -82,11 +82,11 @@ def save_config(folder: Path) -> Path:
     [
         (
             {"model_type": "lama"},
-            "model.base.config: model_type is 'lama', no type of transformers. Did you mean 'llama'",
+            ("model.base.config", "model_type", "'lama'", "transformers", "'llama'"),
         ),
-        ({"hiden_size": 8}, "model.base.config: llama has no hiden_size. Did you mean 'hidden_size'"),
-        ({"vocab_size": 9}, f"the tokenizer has {VOCAB} tokens, the config vocab_size=9"),
-        ({"num_attention_heads": 5}, "model.base.config"),
+        ({"hiden_size": 8}, ("model.base.config", "llama", "hiden_size", "'hidden_size'")),
+        ({"vocab_size": 9}, (f"{VOCAB}", "vocab_size=9")),
+        ({"num_attention_heads": 5}, ("model.base.config",)),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_written(
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(
 ) -> None:
     path = recipe(tmp_path, {**LLAMA, **change})
     code, _, err = linearize("finetune", path)
-    assert (code, message in err) == (2, True), err
+    assert (code, holds(err, *message)) == (2, True), err
     assert not (tmp_path / "run" / "converted").exists()
 
 

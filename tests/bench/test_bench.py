@@ -553,21 +553,21 @@ def test_steps_are_compiled_where_they_can_be(linearize: Command, zoo: Zoo) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "either a model or --shape"),
-        (("somewhere", "--shape", "1b"), "either a model or --shape"),
-        (("--shape", "1bb"), "Did you mean '1b'?"),
-        (("--shape", "1b", "--contexts", "2k"), "--contexts 2k: give whole numbers"),
-        (("--shape", "1b", "--to", "gsaa"), "Did you mean 'gsa'?"),
-        (("--shape", "1b", "--to", "gsa", "--preset", "gsa"), "--to gsa: --preset gsa says what replaces softmax"),
-        (("--shape", "1b", "--set", "slotz=3"), "Did you mean 'slots'?"),
-        (("--shape", "3b", "--sizes", "224"), "--sizes means nothing to a model of text"),
-        (("--shape", "pvt-t", "--to", "saga", "--train", "8"), "--train means nothing to a model of images"),
+        ((), ("--shape",)),
+        (("somewhere", "--shape", "1b"), ("--shape",)),
+        (("--shape", "1bb"), ("mean", "'1b'")),
+        (("--shape", "1b", "--contexts", "2k"), ("--contexts", "2k")),
+        (("--shape", "1b", "--to", "gsaa"), ("'gsa'",)),
+        (("--shape", "1b", "--to", "gsa", "--preset", "gsa"), ("--to", "gsa", "--preset")),
+        (("--shape", "1b", "--set", "slotz=3"), ("'slots'",)),
+        (("--shape", "3b", "--sizes", "224"), ("--sizes",)),
+        (("--shape", "pvt-t", "--to", "saga", "--train", "8"), ("--train",)),
     ],
 )
 def test_a_wrong_question_is_told(linearize: Command, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = linearize("bench", "model", *arguments)
     assert (code, out) == (Exit.USAGE, "")
-    assert message in err
+    assert holds(err, *message)
 
 
 # ---------------------------------------------------------------- images

@@ -223,18 +223,18 @@ def test_weights_go_where_and_how_they_should(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected", "message"),
     [
-        (["--dtype", "bfloat"], Exit.USAGE, "Did you mean 'bfloat16'?"),
-        (["--device", "gpu"], Exit.USAGE, "choose auto, cpu, cuda"),
-        (["--max-new-tokens", "0"], Exit.USAGE, "--max-new-tokens"),
-        (["--temperature", "-1"], Exit.USAGE, "--temperature"),
-        (["--top-p", "1.5"], Exit.USAGE, "--top-p"),
-        (["--top-p", "nan"], Exit.USAGE, "--top-p"),
-        (["--top-p", "0.9"], Exit.USAGE, "--top-p 0.9 is for sampling, and --temperature 0 takes the likeliest token"),
-        (["--revision", "main"], Exit.USAGE, "is a folder here, and a revision (main) is a branch, tag or commit"),
-        (["--temperature", "1e-40"], Exit.USAGE, "--temperature 1e-40: give 0 for the likeliest token, or >= 1e-06"),
-        (["--temperature", "nan"], Exit.USAGE, "--temperature"),
-        (["--temperature", "inf"], Exit.USAGE, "--temperature inf: give 0"),
-        (["--seed", "99999999999999999999"], Exit.USAGE, "--seed"),
+        (["--dtype", "bfloat"], Exit.USAGE, ("'bfloat16'",)),
+        (["--device", "gpu"], Exit.USAGE, ("choose", "cuda")),
+        (["--max-new-tokens", "0"], Exit.USAGE, ("--max-new-tokens",)),
+        (["--temperature", "-1"], Exit.USAGE, ("--temperature",)),
+        (["--top-p", "1.5"], Exit.USAGE, ("--top-p",)),
+        (["--top-p", "nan"], Exit.USAGE, ("--top-p",)),
+        (["--top-p", "0.9"], Exit.USAGE, ("--top-p", "0.9", "--temperature", "0")),
+        (["--revision", "main"], Exit.USAGE, ("revision", "commit")),
+        (["--temperature", "1e-40"], Exit.USAGE, ("--temperature", "1e-40", "0", ">=", "1e-06")),
+        (["--temperature", "nan"], Exit.USAGE, ("--temperature",)),
+        (["--temperature", "inf"], Exit.USAGE, ("--temperature", "inf", "0")),
+        (["--seed", "99999999999999999999"], Exit.USAGE, ("--seed",)),
     ],
 )
 def test_mistaken_options_are_told(
@@ -242,7 +242,7 @@ def test_mistaken_options_are_told(
 ) -> None:
     code, out, err = linearize("generate", folder, "x", *options)
     assert (code, out) == (expected, "")
-    assert message in err
+    assert holds(err, *message)
 
 
 def test_no_more_tokens_than_the_model_takes(linearize: Command, tmp_path: Path) -> None:

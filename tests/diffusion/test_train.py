@@ -346,15 +346,15 @@ def test_only_what_linearize_wrote_goes_along(linear: dict[str, Path], tmp_path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"latents/0.npy": torch.randn(5, 3, 4, 8)}, "one shape"),
-        ({"latents/0.npy": torch.randn(4, 4)}, "a latent of this model has 4 axes"),
-        ({"latents/0.npy": torch.zeros(0, 4, 3, 4, 8)}, "which holds no latent"),
-        ({"prompts/3.npy": None}, "lacks the prompts of 3"),
-        ({"prompts/3.npy": torch.zeros(0, 5, 16)}, "it needs an embedding [tokens,channels] for 1 latents"),
-        ({"prompts/3.npy": torch.full((5, 16), torch.nan)}, "embeddings that are not finite"),
-        ({"prompts/3.npy": torch.randn(5, 7)}, "it needs one shape [tokens,16]"),
-        ({f"latents/{n}.npy": torch.randn(5, 3, 4, 8) for n in range(6)}, "5 channels, the model takes 4"),
-        ({f"latents/{n}.npy": torch.randn(4, 3, 3, 8) for n in range(6)}, "patches of [1, 2, 2] do not divide"),
+        ({"latents/0.npy": torch.randn(5, 3, 4, 8)}, ("one shape",)),
+        ({"latents/0.npy": torch.randn(4, 4)}, ("latent", "4")),
+        ({"latents/0.npy": torch.zeros(0, 4, 3, 4, 8)}, ("holds", "latent")),
+        ({"prompts/3.npy": None}, ("prompts", "3")),
+        ({"prompts/3.npy": torch.zeros(0, 5, 16)}, ("[tokens,channels]", "1")),
+        ({"prompts/3.npy": torch.full((5, 16), torch.nan)}, ("embeddings", "finite")),
+        ({"prompts/3.npy": torch.randn(5, 7)}, ("[tokens,16]",)),
+        ({f"latents/{n}.npy": torch.randn(5, 3, 4, 8) for n in range(6)}, ("5", "channels", "4")),
+        ({f"latents/{n}.npy": torch.randn(4, 3, 3, 8) for n in range(6)}, ("patches", "[1", "2", "2]")),
     ],
 )
 def test_wrong_data_are_told_before_anything_is_written(
@@ -368,17 +368,17 @@ def test_wrong_data_are_told_before_anything_is_written(
             numpy.save(tmp_path / name, tensor.numpy())
     code, out, err = linearize("finetune", recipe(tmp_path, sources[WAN], "la"))
     assert (code, out) == (Exit.INCOMPATIBLE, "")
-    assert message in err
+    assert holds(err, *message)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("stages.prediction.stps=3", "Did you mean 'steps'?"),
-        ("stages.attention_transfer.train=all", "must be new"),
-        ("stages.prediction.optimizer.memory=small", "memory must be full"),
-        ("data.train.latents=nowhere", "no such folder '"),
+        ("stages.prediction.stps=3", ("'steps'",)),
+        ("stages.attention_transfer.train=all", ("must", "new")),
+        ("stages.prediction.optimizer.memory=small", ("memory", "full")),
+        ("data.train.latents=nowhere", ("folder", "'")),
     ],
 )
 def test_a_wrong_recipe_is_told(
@@ -387,7 +387,7 @@ def test_a_wrong_recipe_is_told(
     make_latents(tmp_path, WAN)
     code, out, err = linearize("finetune", recipe(tmp_path, sources[WAN], "la"), override)
     assert (code, out) == (Exit.USAGE, "")
-    assert message in err
+    assert holds(err, *message)
     assert not (tmp_path / "run").exists()
 
 
@@ -402,19 +402,19 @@ def test_what_a_run_cannot_do_is_told_before_anything_is_written(
     make_latents(tmp_path, WAN)
     path, inside = recipe(tmp_path, sources[WAN], "la"), sources[WAN] / "run"
     for asked, wanted, message in (
-        (("--stage", "prediction"), Exit.USAGE, "--stage prediction needs attention_transfer, which is not finished"),
-        ((f"output_dir={inside}",), Exit.USAGE, "must be separate folders"),
-        (("finish.push=user/film",), Exit.HUB, "nothing can be pushed to user/film"),
-        (("runtime.device=cuda",), Exit.RESOURCE, "torch sees no CUDA device"),
-        (("convert.keep_heads=0:0",), Exit.INCOMPATIBLE, "heads of layer 0 are bidirectional"),
-        (("convert.keep_softmax=0", "convert.kept_window=8"), Exit.INCOMPATIBLE, "is bidirectional; 'window' is not"),
+        (("--stage", "prediction"), Exit.USAGE, ("--stage", "attention_transfer")),
+        ((f"output_dir={inside}",), Exit.USAGE, ("separate", "folders")),
+        (("finish.push=user/film",), Exit.HUB, ("user/film",)),
+        (("runtime.device=cuda",), Exit.RESOURCE, ("torch", "CUDA")),
+        (("convert.keep_heads=0:0",), Exit.INCOMPATIBLE, ("0", "bidirectional")),
+        (("convert.keep_softmax=0", "convert.kept_window=8"), Exit.INCOMPATIBLE, ("'window'",)),
     ):
         for more in ((), ("--dry-run",)):
             if wanted == Exit.HUB and more:  # a dry run asks the Hub nothing
                 continue
             code, out, err = linearize("finetune", path, *asked, *more)
             assert (code, out) == (wanted, ""), err
-            assert message in " ".join(err.split())
+            assert holds(err, *message)
             assert not (tmp_path / "run").exists()
             assert not inside.exists()
     code, out, err = linearize("finetune", path, "--stage", "attention_transfer", "--dry-run", "--json")
@@ -438,14 +438,14 @@ def test_what_eval_does_not_do_with_a_pipeline_is_told(
     make_latents(tmp_path, WAN)
     given = linear[WAN], "--recipe", recipe(tmp_path, linear[WAN])
     for more, message in (
-        (("--teacher", "x"), "has its teacher inside"),
-        (("-o", tmp_path / "a.png"), "a.json"),
-        (("--trials", "9"), "--trials: a pipeline of diffusers is compared as the recipe's eval, seed and runtime"),
-        (("--seed", "1", "--batch-tokens", "9", "--dtype", "float32"), "--seed, --batch-tokens, --dtype: a pipeline"),
+        (("--teacher", "x"), ("teacher", "inside")),
+        (("-o", tmp_path / "a.png"), ("a.json",)),
+        (("--trials", "9"), ("--trials", "diffusers", "recipe's")),
+        (("--seed", "1", "--batch-tokens", "9", "--dtype", "float32"), ("--seed", "--batch-tokens", "--dtype")),
     ):
         code, out, err = linearize("eval", *given, *more)
         assert (code, out) == (Exit.USAGE, ""), err
-        assert message in " ".join(err.split())
+        assert holds(err, *message)
     assert not (tmp_path / "a.png").exists()
 
 

@@ -315,9 +315,9 @@ def test_convert_pushes(linearize: Command, hub: Hub, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("token", "repo", "message"),
     [
-        ("", REPO, "there is no token: hf auth login, or set HF_TOKEN"),
-        ("hf_wrongWrongWrongWrongWrongWrong12", REPO, "does not accept the token (401)"),
-        (TOKEN, "others/model", "the token may not do this to others/model (403)"),
+        ("", REPO, ("token", "HF_TOKEN")),
+        ("hf_wrongWrongWrongWrongWrongWrong12", REPO, ("(401)",)),
+        (TOKEN, "others/model", ("others/model", "(403)")),
     ],
 )
 def test_a_push_without_the_right_is_refused(
@@ -325,7 +325,7 @@ def test_a_push_without_the_right_is_refused(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
     upload = plan_push(folder, repo)
-    assert message in refused(Exit.HUB, lambda: push(upload))
+    assert holds(refused(Exit.HUB, lambda: push(upload)), *message)
     assert not hub.repos
 
 
@@ -465,21 +465,21 @@ def index_elsewhere(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "code", "message"),
     [
-        (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, "but has no linearize.json"),
-        (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
-        (link_as_weights, Exit.INCOMPATIBLE, "secret.safetensors"),
-        (index_elsewhere, Exit.INCOMPATIBLE, "'/etc/passwd' leaves the folder"),
-        (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, f"lacks {MIXER_SHARD}"),
-        (lambda f: (f / "config.json").unlink(), Exit.CHECK_FAILED, "lacks config.json"),
-        pytest.param(spoil_mixers, Exit.CHECK_FAILED, "verification failed", marks=pytest.mark.slow),
-        (lead_out, Exit.INCOMPATIBLE, "generation_config.json is a link to /etc/hostname, outside of"),
-        (lambda f: (f / "README.md").write_text("---\nbase_model: a b\n---\n"), Exit.CHECK_FAILED, "'a b'"),
-        (lambda f: (f / "README.md").write_text("---\n- [\n---\n"), Exit.CHECK_FAILED, "metadata cannot be used"),
-        (lambda f: (f / "generation_config.json").write_text(f"\n{TOKEN}"), Exit.CHECK_FAILED, "json:2 holds an acc"),
+        (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, ("linearize.json",)),
+        (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, ("carries", "code")),
+        (link_as_weights, Exit.INCOMPATIBLE, ("secret.safetensors",)),
+        (index_elsewhere, Exit.INCOMPATIBLE, ("'/etc/passwd'",)),
+        (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, (f"lacks {MIXER_SHARD}",)),
+        (lambda f: (f / "config.json").unlink(), Exit.CHECK_FAILED, ("lacks config.json",)),
+        pytest.param(spoil_mixers, Exit.CHECK_FAILED, ("verification failed",), marks=pytest.mark.slow),
+        (lead_out, Exit.INCOMPATIBLE, ("generation_config.json", "/etc/hostname")),
+        (lambda f: (f / "README.md").write_text("---\nbase_model: a b\n---\n"), Exit.CHECK_FAILED, ("'a b'",)),
+        (lambda f: (f / "README.md").write_text("---\n- [\n---\n"), Exit.CHECK_FAILED, ("metadata", "cannot")),
+        (lambda f: (f / "generation_config.json").write_text(f"\n{TOKEN}"), Exit.CHECK_FAILED, ("json:2",)),
         (
             lambda f: (f / "generation_config.json").write_text("https://me:secret@host"),
             Exit.CHECK_FAILED,
-            "json:1 holds an access token or a password",
+            ("json:1",),
         ),
     ],
 )
@@ -487,7 +487,7 @@ def test_a_folder_that_should_not_be_pushed_is_not(
     hub: Hub, folder: Path, spoil: Callable[[Path], Any], code: Exit, message: str
 ) -> None:
     spoil(folder)
-    assert message in refused(code, lambda: plan_push(folder, REPO))
+    assert holds(refused(code, lambda: plan_push(folder, REPO)), *message)
     assert hub.requests == []
 
 
@@ -666,11 +666,11 @@ def test_a_silent_hub_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("repo", "token", "wanted"),
     [
-        (None, TOKEN, "no repo 'user/base' on http://127.0.0.1"),
-        (Repo(private=True), "", "no repo 'user/base' on http://127.0.0.1"),
-        (Repo(gated=True), "", "is gated. 1) accept the licence at http://127.0.0.1"),
-        (Repo(gated=True), TOKEN, "is gated. 1) accept the licence at http://127.0.0.1"),
-        (Repo(), "hf_wrongWrongWrongWrongWrongWrong12", "does not accept the token (401)"),
+        (None, TOKEN, ("'user/base'", "http://127.0.0.1")),
+        (Repo(private=True), "", ("'user/base'", "http://127.0.0.1")),
+        (Repo(gated=True), "", ("1", "http://127.0.0.1")),
+        (Repo(gated=True), TOKEN, ("1", "http://127.0.0.1")),
+        (Repo(), "hf_wrongWrongWrongWrongWrongWrong12", ("(401)",)),
     ],
     ids=["none", "private", "gated, no token", "gated, no access", "wrong token"],
 )
@@ -682,7 +682,7 @@ def test_a_source_that_the_hub_does_not_give(
         put_source(hub, tmp_path / "base")
     monkeypatch.setenv("HF_TOKEN", token)
     message = refused(Exit.HUB, lambda: plan_conversion("user/base", "gsa"))
-    assert wanted in message
+    assert holds(message, *wanted)
     assert holds(message, "HF_TOKEN")
 
 

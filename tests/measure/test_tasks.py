@@ -125,18 +125,18 @@ def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Pa
     damaged = task(tmp_path, "damaged", test_split="nothing")
     gone = task(tmp_path, "gone", dataset_kwargs={"data_files": {"test": "no/rows.jsonl"}})
     for names, code, message in (
-        ("arc_esy", Exit.USAGE, "no such task. Did you mean 'arc_easy'?"),
-        ("zzz_*", Exit.USAGE, "no such task. lm_eval ls tasks lists them"),
-        (" , ", Exit.USAGE, "--tasks names no task"),
-        (tmp_path / "unsaef.yaml", Exit.USAGE, "/unsafe.yaml'? A task of your own needs no Hub"),
-        (unsafe, Exit.USAGE, "it runs code that the model wrote"),
-        (images, Exit.INCOMPATIBLE, "it asks about images"),
-        (gone, Exit.USAGE, "no/rows.jsonl'. Relative paths of data files begin at the working directory"),
-        (damaged, Exit.USAGE, "lm-evaluation-harness cannot load them"),
-        ("hellaswa[g]", Exit.HUB, "offline: the data of hellaswa[g] are not in the cache"),
+        ("arc_esy", Exit.USAGE, ("'arc_easy'",)),
+        ("zzz_*", Exit.USAGE, ("lm_eval",)),
+        (" , ", Exit.USAGE, ("--tasks",)),
+        (tmp_path / "unsaef.yaml", Exit.USAGE, ("/unsafe.yaml'",)),
+        (unsafe, Exit.USAGE, ("model", "wrote")),
+        (images, Exit.INCOMPATIBLE, ("about", "images")),
+        (gone, Exit.USAGE, ("no/rows.jsonl'",)),
+        (damaged, Exit.USAGE, ("lm-evaluation-harness", "cannot")),
+        ("hellaswa[g]", Exit.HUB, ("offline", "hellaswa[g]")),
     ):
         found, _, err = linearize("eval", folder, "--tasks", names)
-        assert (found, message in err) == (code, True), err
+        assert (found, holds(err, *message)) == (code, True), err
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no route"), OSError("no such dataset")], ids=["network", "data"])
@@ -235,14 +235,14 @@ def test_a_task_that_fails_while_it_runs(
 
 def test_what_goes_with_tasks(linearize: Command, folder: Path, tmp_path: Path) -> None:
     for options, message in (
-        (("--tasks", "arc_easy", "--trials", "2"), "--trials: with --tasks"),
-        (("--tasks", "arc_easy", "--recipe", "gsa"), "only a run says what its teacher is. Leave it out"),
-        (("--tasks", "arc_easy", "data.eval=null"), "recipe values choose a text"),
-        (("--limit", "3", "--teacher", folder), "--limit: only --tasks"),
-        (("--few-shot", "0", "--teacher", folder), "--few-shot: only --tasks"),
+        (("--tasks", "arc_easy", "--trials", "2"), ("--trials", "--tasks")),
+        (("--tasks", "arc_easy", "--recipe", "gsa"), ("teacher", "Leave")),
+        (("--tasks", "arc_easy", "data.eval=null"), ("values", "choose")),
+        (("--limit", "3", "--teacher", folder), ("--limit", "--tasks")),
+        (("--few-shot", "0", "--teacher", folder), ("--few-shot", "--tasks")),
     ):
         code, _, err = linearize("eval", folder, *options)
-        assert (code, message in err) == (Exit.USAGE, True), err
+        assert (code, holds(err, *message)) == (Exit.USAGE, True), err
     code, _, err = linearize("eval", folder, "--tasks", task(tmp_path), "--teacher", tmp_path / "nobody")
     assert (code, "no such folder" in err) == (Exit.INCOMPATIBLE, True), err
     config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)

@@ -177,20 +177,20 @@ def test_steps_are_divided_whole(steps: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--only", "lolcat"), "Did you mean 'lolcats'?"),
-        (("--only", "lolcats,"), "no contestant has that name. Known: lolcats, radlads"),
-        (("--tokens", "many"), "--tokens many: give a whole number above 0"),
-        (("--tokens", str(TOKENS - 2 * T)), f"Give at least {TOKENS}"),
-        (("teacher=demo",), "all contestants learn from the model that is converted"),
-        (("convert=null",), "convert is null"),
-        (("stages.logit_kl.kind=sft",), "its stages are attention_transfer, sft"),
-        (("stages[0].tokens=null", "stages[0].epochs=1"), "a stage lasts for epochs"),
-        (("eval.every_steps=1", "eval.patience=1"), "eval.patience may end a contestant early"),
-        (("finish.push=user/repo",), "finish.push would upload"),
-        (("data.eval=null",), "no data.eval"),
-        (("-o", "SOURCE/race"), "must be separate folders"),
-        (("--lengths", "64"), "--lengths 64: too short for 8 pairs and 8 questions: from about"),
-        (("--lengths", "4096"), "raise eval.max_tokens"),
+        (("--only", "lolcat"), ("'lolcats'",)),
+        (("--only", "lolcats,"), ("Known",)),
+        (("--tokens", "many"), ("--tokens", "many", "0")),
+        (("--tokens", str(TOKENS - 2 * T)), (f"{TOKENS}",)),
+        (("teacher=demo",), ("contestants", "converted")),
+        (("convert=null",), ("convert", "null")),
+        (("stages.logit_kl.kind=sft",), ("attention_transfer",)),
+        (("stages[0].tokens=null", "stages[0].epochs=1"), ("lasts", "epochs")),
+        (("eval.every_steps=1", "eval.patience=1"), ("eval.patience",)),
+        (("finish.push=user/repo",), ("finish.push",)),
+        (("data.eval=null",), ("no data.eval",)),
+        (("-o", "SOURCE/race"), ("separate", "folders")),
+        (("--lengths", "64"), ("--lengths", "64", "8", "questions")),
+        (("--lengths", "4096"), ("raise eval.max_tokens",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -201,7 +201,7 @@ def test_what_cannot_be_raced_is_refused_before_anything_is_written(
     given = [word.replace("SOURCE", source) for word in arguments]
     code, _, err = linearize("race", source, "--recipe", str(recipe), "-o", str(tmp_path / "race"), *given)
     assert code == Exit.USAGE
-    assert message in " ".join(err.split())
+    assert holds(err, *message)
     assert not list(tmp_path.iterdir())
 
 
@@ -303,12 +303,12 @@ def later(linearize: Command, recipe: Path, folder: Path) -> None:
     assert found["contestants"][0]["all_s"] == spent  # other measures are no other training
 
     for given, message in (
-        (("--tokens", str(2 * TOKENS)), f"was begun with {TOKENS:,} tokens, and this race has {2 * TOKENS:,}"),
-        (("stages.logit_kl.optimizer.lr=1e-4",), "stages[1].optimizer.lr 1e-2 -> 1e-4"),
+        (("--tokens", str(2 * TOKENS)), (f"{TOKENS:,}", f"{2 * TOKENS:,}")),
+        (("stages.logit_kl.optimizer.lr=1e-4",), ("stages[1].optimizer.lr", "1e-2", "->", "1e-4")),
     ):
         code, _, err = linearize(*words(recipe, folder, "--only", "linear", *given))
         assert code == Exit.USAGE
-        assert message in " ".join(err.split())
+        assert holds(err, *message)
     assert not (folder / "linear").exists()
 
     code, _, err = linearize(*words(recipe, folder, "stages.logit_kl.optimizer.memory=auto"))
