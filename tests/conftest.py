@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 # Before torch is imported anywhere: two workers on two cores must not start four threads each.
@@ -21,14 +20,12 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
 
 import pytest
+import quick
 import torch
 from forks import Forks
-from transformers import dynamic_module_utils
 from zygote import Zygotes
 
-from linearize.checkpoint import carried
 from linearize.cli import main
-from linearize.page import drawing
 from linearize.verify import reload
 
 if TYPE_CHECKING:
@@ -70,25 +67,8 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
 
 
-def remember_imports() -> None:
-    """Ask transformers once for what a text of code imports: it searches all files of a checkpoint three times at each
-    load, which takes longer than it takes to make a tiny model."""
-    search, known = dynamic_module_utils.get_relative_imports, dict[str, list[str]]()
-
-    def get_relative_imports(module_file: str | os.PathLike[str]) -> list[str]:
-        text = Path(module_file).read_text("utf-8")
-        if text not in known:
-            known[text] = search(module_file)
-        return [*known[text]]
-
-    dynamic_module_utils.get_relative_imports = carried.get_relative_imports = get_relative_imports
-
-
 def pytest_configure() -> None:
-    """The disk outlives the tests, so none waits until files have reached it; pictures of cards have fewer pixels."""
-    os.fsync = lambda handle: None  # type: ignore[assignment]
-    drawing.SCALE = 1
-    remember_imports()
+    quick.be_quick()
 
 
 def pytest_collection_finish() -> None:
@@ -156,9 +136,7 @@ def linearize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 @pytest.fixture(autouse=True)
 def _no_full_collections() -> None:
-    """accelerate asks for one at the start of each stage, which takes as long as the stage of a tiny model."""
-    if memory := sys.modules.get("accelerate.utils.memory"):
-        memory.gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined]
+    quick.without_full_collections()
 
 
 @pytest.fixture(autouse=True)
