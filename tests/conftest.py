@@ -26,6 +26,7 @@ from forks import Forks
 from zygote import Zygotes
 
 from linearize.cli import main
+from linearize.page import drawing
 from linearize.verify import reload
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 def pytest_configure() -> None:
     quick.be_quick()
+    drawing.SCALE = 1  # fewer pixels in the pictures of cards
 
 
 def pytest_collection_finish() -> None:

@@ -10,13 +10,11 @@ import clean_env
 from transformers import dynamic_module_utils
 
 from linearize.checkpoint import carried
-from linearize.page import drawing
 
 
 def be_quick() -> None:
-    """The disk outlives the tests, so none waits until files have reached it; pictures of cards have fewer pixels."""
+    """The disk outlives the tests, so none waits until files have reached it."""
     os.fsync = lambda handle: None  # type: ignore[assignment]
-    drawing.SCALE = 1
     clean_env.remember_imports()
     carried.get_relative_imports = dynamic_module_utils.get_relative_imports
 
