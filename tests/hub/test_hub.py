@@ -466,7 +466,7 @@ def index_elsewhere(folder: Path) -> None:
     ("spoil", "code", "message"),
     [
         (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, ("linearize.json",)),
-        (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, ("carries", "code")),
+        (lambda f: (f / "attention_hooks.py").write_text("import os"), Exit.INCOMPATIBLE, ("carries", "code")),
         (link_as_weights, Exit.INCOMPATIBLE, ("secret.safetensors",)),
         (index_elsewhere, Exit.INCOMPATIBLE, ("'/etc/passwd'",)),
         (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, (f"lacks {MIXER_SHARD}",)),
