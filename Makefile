@@ -56,7 +56,7 @@ architectures-docs: .venv/ready-test
 # Whether converted vision transformers still see, on real digits: teacher and students; docs/measurements/vision.md.
 digits: .venv/ready-test
 	rm -rf .venv/digits
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cued .venv/digits --processes 2 --floor 90
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.cued .venv/digits --processes 2 --floor 90 --canvases 2000
 
 # Converted models in vLLM, and over HTTP, in an environment that has it.
 serving: .venv-vllm/ready

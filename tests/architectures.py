@@ -230,7 +230,7 @@ STAMP = "Written by"
 
 def survey_all(types: list[str], workers: int = 2) -> list[dict[str, Any]]:
     """`survey` in several processes; each shares one clean process among its share of types."""
-    shares = [types[start::12] for start in range(12) if types[start::12]]
+    shares = [types[start::4] for start in range(4) if types[start::4]]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         rows = [row for share in pool.map(_share, shares) for row in share]
@@ -240,6 +240,7 @@ def survey_all(types: list[str], workers: int = 2) -> list[dict[str, Any]]:
 def _share(types: list[str]) -> list[dict[str, Any]]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    clean_env.remember_imports()
     with tempfile.TemporaryDirectory() as folder:
         return survey(Path(folder), types)
 

@@ -105,6 +105,7 @@ def load(folder: Path) -> None:
 def survey(folder: Path) -> None:
     """As `load`, but go on after a failure: one line of JSON each, its name and what went wrong or null."""
     in_clean_environment()
+    remember_imports()
     for expected in sorted(folder.glob("*." + EXPECTED)):
         failure = None
         try:
@@ -112,6 +113,22 @@ def survey(folder: Path) -> None:
         except Exception as error:  # the reason is the result
             failure = f"{type(error).__name__}: {str(error).strip()}"
         print(json.dumps([expected.name.removesuffix("." + EXPECTED), failure]), flush=True)
+
+
+def remember_imports() -> None:
+    """Ask transformers once for what a text of code imports: it searches all files of a checkpoint three times at each
+    load, which takes longer than it takes to make a tiny model."""
+    from transformers import dynamic_module_utils
+
+    search, known = dynamic_module_utils.get_relative_imports, dict[str, list[str]]()
+
+    def get_relative_imports(module_file: str | os.PathLike[str]) -> list[str]:
+        text = Path(module_file).read_text("utf-8")
+        if text not in known:
+            known[text] = search(module_file)
+        return [*known[text]]
+
+    dynamic_module_utils.get_relative_imports = get_relative_imports
 
 
 def in_clean_environment() -> None:

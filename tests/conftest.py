@@ -20,13 +20,13 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
 
 import pytest
+import quick
 import torch
 from forks import Forks
-from transformers import dynamic_module_utils
 from zygote import Zygotes
 
-from linearize.checkpoint import carried
 from linearize.cli import main
+from linearize.page import drawing
 from linearize.verify import reload
 
 if TYPE_CHECKING:
@@ -54,6 +54,12 @@ def with_slow(values: Iterable[Any], *slow: Any) -> list[Any]:
     return [pytest.param(one, marks=pytest.mark.slow) if one in slow else one for one in found]
 
 
+def holds(text: str, *names: str) -> bool:
+    """Whether a message has each of these names and values, however it is worded and broken into lines."""
+    found = " ".join(text.split())
+    return all(" ".join(name.split()) in found for name in names)
+
+
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """max |ours - reference| / max |reference|, in float64; NaN when either has one."""
     a, b = ours.detach().double(), reference.detach().double()
@@ -62,29 +68,13 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
 
 
-def remember_imports() -> None:
-    """Ask transformers once for what a text of code imports: it searches all files of a checkpoint three times at each
-    load, which takes longer than it takes to make a tiny model."""
-    search, known = dynamic_module_utils.get_relative_imports, dict[str, list[str]]()
-
-    def get_relative_imports(module_file: str | os.PathLike[str]) -> list[str]:
-        text = Path(module_file).read_text("utf-8")
-        if text not in known:
-            known[text] = search(module_file)
-        return [*known[text]]
-
-    dynamic_module_utils.get_relative_imports = carried.get_relative_imports = get_relative_imports
-
-
 def pytest_configure() -> None:
-    """The disk outlives the tests, so none waits until files have reached it."""
-    os.fsync = lambda handle: None  # type: ignore[assignment]
-    remember_imports()
+    quick.be_quick()
+    drawing.SCALE = 1  # fewer pixels in the pictures of cards
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay for good, so the garbage collector need not go through them: accelerate asks for a full collection
-    at the start of each stage, which takes as long as the stage of a tiny model."""
+    """Modules stay for good, so the garbage collector need not go through them."""
     gc.freeze()
 
 
@@ -144,6 +134,11 @@ def linearize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         return code or 0, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _no_full_collections() -> None:
+    quick.without_full_collections()
 
 
 @pytest.fixture(autouse=True)

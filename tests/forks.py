@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import resource
@@ -174,13 +175,19 @@ def serve() -> None:
     """Warm up, then answer one line for each line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    import quick
+
     import linearize.convert
     import linearize.finetune
     from linearize.cli import main
     from linearize.demo import model_folder
 
-    # What spawns processes is tested elsewhere; and a killed process needs no fsync, which is slow: the disk lives on.
-    os.fsync = lambda handle: None  # type: ignore[assignment]
+    # What a run imports on its way, which takes longer than a tiny run.
+    for name in ("accelerate", "peft", "torch._dynamo", "PIL.ImageDraw", "PIL.ImageFont", "PIL.PngImagePlugin"):
+        importlib.import_module(name)
+    quick.be_quick()
+    quick.without_full_collections()
+    # What spawns processes is tested elsewhere.
     linearize.convert.verify = lambda *arguments: "not verified"  # type: ignore[assignment]
     sys.argv = ["linearize", "convert", str(model_folder()), "--to", "gsa", "--dry-run"]
     with contextlib.suppress(SystemExit):

@@ -134,7 +134,7 @@ def test_a_plan_writes_nothing_and_a_conversion_follows_it(linear: Path, tmp_pat
     with pytest.raises(LinearizeError) as refused:
         api.convert(source, "gsa", folder)
     assert refused.value.code == Exit.USAGE
-    with pytest.raises(LinearizeError, match="choose auto, full, keys or none"):
+    with pytest.raises(LinearizeError, match=r"choose.*none"):
         api.convert(source, "gsa", tmp_path / "other", verify="some")  # type: ignore[arg-type]
 
 

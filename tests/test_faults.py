@@ -15,14 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import with_slow
+from conftest import holds, with_slow
 from forks import NO_MOUNT, Done, Forks, Task
 from models import convert_folder, load, save_source
 from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write_recipe
@@ -85,9 +85,8 @@ def moments(kind: str, total: int, count: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("part", range(5))
-def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, part: int, overwrite: bool) -> None:
-    """Ten random moments of a first conversion, ten of one that replaces another; two of them in each part."""
+def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, overwrite: bool) -> None:
+    """Five random moments of a first conversion, five of one that replaces another."""
     before, parent, output = snapshot(source), source.parent, source.parent / "linear"
     command: list[Any] = ["convert", source, *OPTIONS, "-o", output, *["--overwrite"] * overwrite]
     old: dict[str, bytes] = {}
@@ -98,7 +97,7 @@ def test_a_killed_convert_leaves_the_old_or_the_new(forks: Forks, source: Path, 
     whole = forks(*command, root=str(parent))
     assert whole.code == 0, whole.output
     new, outcomes = contents(output), set()
-    for moment in moments(f"convert {overwrite}", whole.moments, 10)[part::5]:
+    for moment in moments(f"convert {overwrite}", whole.moments, 5):
         shutil.rmtree(output)
         if overwrite:
             shutil.copytree(parent / "old", output)
@@ -269,15 +268,14 @@ def test_metrics_that_do_not_say_how_many_tokens_were_held_out(shared: Path, tmp
     assert "| logit_kl | 64 |  | 8 | 2 |" in measured(run.recipe, report)
 
 
-@pytest.mark.parametrize(
-    "kind", with_slow([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGTERM, signal.SIGHUP)
-)
-def test_an_interrupt_leaves_nothing_of_a_conversion(forks: Forks, source: Path, kind: signal.Signals) -> None:
+def test_an_interrupt_leaves_nothing_of_a_conversion(forks: Forks, source: Path) -> None:
+    """By each signal at two moments."""
     before, parent, output = snapshot(source), source.parent, source.parent / "new" / "linear"
     command = ("convert", source, *OPTIONS, "-o", output)
     total = forks(*command, root=str(parent)).moments
     shutil.rmtree(parent / "new")
-    for moment in moments("interrupt", total - 2, 6):  # the last two are after the rename
+    kinds = cycle([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    for moment, kind in zip(moments("interrupt", total - 2, 6), kinds, strict=False):  # two more are after the rename
         stopped = forks(*command, root=str(parent), at=moment, signal=kind)
         assert stopped.code == Exit.INTERRUPTED, stopped.output
         assert "interrupted" in stopped.output
@@ -286,8 +284,7 @@ def test_an_interrupt_leaves_nothing_of_a_conversion(forks: Forks, source: Path,
     assert snapshot(source) == before
 
 
-@pytest.mark.parametrize("kind", with_slow([signal.SIGTERM, signal.SIGHUP], signal.SIGHUP))
-def test_no_child_outlives_a_conversion(source: Path, kind: signal.Signals) -> None:
+def test_no_child_outlives_a_conversion(source: Path) -> None:
     """Ended while clean processes check the result: they end too, and their temporary folders are removed."""
     parent, scratch = source.parent, source.parent / "scratch"
     scratch.mkdir()
@@ -295,14 +292,14 @@ def test_no_child_outlives_a_conversion(source: Path, kind: signal.Signals) -> N
     environment = {**os.environ, "TMPDIR": str(scratch)}
 
     def heed() -> None:
-        signal.signal(kind, signal.SIG_DFL)  # which nohup has ignored
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored
 
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed) as tool:
         children: list[psutil.Process] = []
         while tool.poll() is None and len(children) < 2:
             children = psutil.Process(tool.pid).children(recursive=True)
             time.sleep(0.05)
-        tool.send_signal(kind)
+        tool.send_signal(signal.SIGHUP)
         message = tool.communicate()[1]
     assert len(children) == 2, message
     assert tool.returncode == Exit.INTERRUPTED, message
@@ -336,14 +333,14 @@ def assert_as_undisturbed(folder: Path, whole: Path) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("part", with_slow(range(6), *range(1, 6)))
+@pytest.mark.parametrize("part", with_slow(range(2), 1))
 def test_a_killed_finetune_continues(
     forks: Forks, shared: Path, trained: tuple[Path, int], tmp_path: Path, part: int
 ) -> None:
-    """Twelve random moments, two for each part."""
+    """Four random moments, two for each part."""
     whole, total = trained
     before = snapshot(shared)
-    for moment in moments("finetune", total, 12)[part::6]:
+    for moment in moments("finetune", total, 4)[part::2]:
         folder = tmp_path / str(moment)
         recipe = recipe_in(folder, shared)
         killed = forks("finetune", recipe, root=str(folder), at=moment)
@@ -431,7 +428,7 @@ def test_an_output_in_use_is_left_alone(source: Path, monkeypatch: pytest.Monkey
     output = source.parent / "linear"
     with output_folder(output, overwrite=False) as work:
         (work / "first.txt").write_text("first")
-        with pytest.raises(LinearizeError, match="another linearize writes this output") as caught:
+        with pytest.raises(LinearizeError, match=r"linearize.*writes") as caught:
             convert_folder(source, output)
         assert caught.value.code == Exit.USAGE
     assert contents(output) == {"first.txt": b"first"}
@@ -447,7 +444,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
             output.mkdir()
             (output / "thesis.txt").write_text("theirs")
 
-    with pytest.raises(LinearizeError, match="linear has 1 file"):
+    with pytest.raises(LinearizeError, match=r"linear.*1"):
         write()
     assert contents(tmp_path) == {"linear/thesis.txt": b"theirs"}
 
@@ -599,7 +596,7 @@ def test_what_a_child_lacks_is_told_from_what_it_finds_wrong(lack: str) -> None:
     with started([sys.executable, "-c", lines[lack]], {}) as child, pytest.raises(LinearizeError) as caught:
         result_of(child)
     assert caught.value.code == Exit.RESOURCE
-    assert "could not be checked" in caught.value.message
+    assert holds(caught.value.message, "not", "checked")
     assert "--verify none" in caught.value.message
 
 
@@ -616,7 +613,7 @@ def test_a_source_that_may_not_be_read(forks: Forks, source: Path, name: str) ->
 def test_a_source_that_fails_while_it_is_copied(tmp_path: Path) -> None:
     """What is read is named, not the output; with a full disk it is the output."""
     work = output_folder(tmp_path / "linear", overwrite=False)
-    with pytest.raises(LinearizeError, match=r"^cannot read /source/LICENSE: Input/output error$") as caught, work:
+    with pytest.raises(LinearizeError, match=r"/source/LICENSE.*Input/output") as caught, work:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "/source/LICENSE")
     assert caught.value.code == Exit.RESOURCE
     for number, name in ((errno.EIO, "file"), (errno.ENOSPC, "/source/LICENSE")):
@@ -641,7 +638,7 @@ def test_room_is_asked_for_when_there_is_none(shared: Path, tmp_path: Path) -> N
         def refuse(folder: Path, number: int = number) -> None:
             raise OSError(number, os.strerror(number))
 
-        with pytest.raises(LinearizeError, match=r"cannot write .* Last checkpoint: none$") as caught:
+        with pytest.raises(LinearizeError, match="checkpoint") as caught:
             run.save(Position(0, 1, 1, False), refuse)
         assert ("Make room" in caught.value.message) == (number == errno.ENOSPC)
 
@@ -1018,7 +1015,7 @@ def test_a_key_that_is_part_of_a_name_changes_no_file(forks: Forks, source: Path
 def test_what_is_redacted_is_not_pushed(tmp_path: Path, text: str, secret: bool) -> None:
     (tmp_path / "file").write_text(text)
     assert (redact(text) != text) == secret
-    with pytest.raises(LinearizeError, match="holds an access token") if secret else contextlib.nullcontext():
+    with pytest.raises(LinearizeError, match=r"access.*token") if secret else contextlib.nullcontext():
         check_secrets(tmp_path / "file")
 
 

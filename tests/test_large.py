@@ -49,7 +49,7 @@ def test_blocks_are_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     again = load_file(tmp_path / "b.safetensors")
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
     assert hashes["b"] == hashlib.sha256(tensors["b"].numpy().tobytes()).hexdigest()
-    with pytest.raises(ValueError, match="b: 0 bytes for an entry of 56"):
+    with pytest.raises(ValueError, match=r"b.*0.*bytes.*56"):
         shards.write_shard(tmp_path / "b.safetensors", header, lambda name: [])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Command, with_slow
+from conftest import Command, holds, with_slow
 from models import convert_folder, save_source
 from safetensors.torch import load_file, save_file
 from training import BASES, byte_tokenizer, make_recipe, stage, train, write_recipe
@@ -112,8 +112,8 @@ def more_tokens(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [
-        (of_layers("mechanism", "gsaa"), "unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
-        (of_manifest, "unknown mechanism 'mlha'. Did you mean 'mhla'?"),
+        (of_layers("mechanism", "gsaa"), ("'gsaa'", "'gsa'")),
+        (of_manifest, ("'mlha'", "'mhla'")),
     ],
     ids=["config", "manifest"],
 )
@@ -124,7 +124,7 @@ def test_a_mechanism_that_is_unknown_is_named(
         pytest.skip("reads the plan in config.json")
     damage(place / "ours")
     code, message = told(linearize, place, monkeypatch, command)
-    assert (code, wanted in message) == (Exit.INCOMPATIBLE, True), message
+    assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), message
 
 
 def piped(folder: Path) -> None:
@@ -135,9 +135,9 @@ def piped(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [
-        (of_layers("mechanism", "gsaa"), "unknown mechanism 'gsaa'. Did you mean 'gsa'?"),
-        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "maximum recursion depth exceeded"),
-        (piped, "config.json is a pipe or a device: not a file"),
+        (of_layers("mechanism", "gsaa"), ("'gsaa'", "'gsa'")),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), ("recursion", "exceeded")),
+        (piped, ("config.json", "device")),
     ],
     ids=["mechanism", "nested", "pipe"],
 )
@@ -148,7 +148,7 @@ def test_every_command_names_what_is_wrong_with_a_folder(
     monkeypatch.setattr("linearize.serve.start.is_installed", lambda name: True)
     for command in ("serve", "export", "logits", "estimate", "upgrade", "eval"):
         code, message = told(linearize, place, monkeypatch, command)
-        assert (code, wanted in message) == (Exit.INCOMPATIBLE, True), (command, message)
+        assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), (command, message)
     assert not {"onnx", "logits", "upgraded"} & {path.name for path in place.iterdir()}
 
 
@@ -179,7 +179,7 @@ def test_an_option_of_a_mechanism_that_is_no_number(
     of_layers("options", {"slots": "many"})(place / "ours")
     (place / "ours" / "linearize.json").unlink()  # as save_pretrained leaves a folder: nothing to compare with
     code, message = told(linearize, place, monkeypatch, "generate")
-    assert (code, "ours cannot be loaded" in message) == (Exit.INCOMPATIBLE, True), message
+    assert (code, holds(message, "cannot", "loaded")) == (Exit.INCOMPATIBLE, True), message
 
 
 @pytest.mark.parametrize("command", ["generate", "verify", "push", "upgrade"])
@@ -228,10 +228,10 @@ def no_vocabulary(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "damage", "code", "wanted"),
     [
-        ("generate", other_class, Exit.INCOMPATIBLE, "cannot cut text into tokens: WordPiece error"),
-        ("finetune", other_class, Exit.INCOMPATIBLE, "Copy the source's tokenizer files there"),
-        ("generate", no_vocabulary, Exit.USAGE, "the prompt has no token"),
-        ("finetune", no_vocabulary, Exit.INCOMPATIBLE, "its vocabulary is empty or cut short"),
+        ("generate", other_class, Exit.INCOMPATIBLE, ("tokens", "WordPiece")),
+        ("finetune", other_class, Exit.INCOMPATIBLE, ("source's",)),
+        ("generate", no_vocabulary, Exit.USAGE, ("prompt", "token")),
+        ("finetune", no_vocabulary, Exit.INCOMPATIBLE, ("vocabulary", "short")),
     ],
 )
 def test_a_tokenizer_that_makes_no_tokens(
@@ -245,7 +245,7 @@ def test_a_tokenizer_that_makes_no_tokens(
 ) -> None:
     damage(place / "ours")
     found, message = told(linearize, place, monkeypatch, command)
-    assert (found, wanted in message) == (code, True), message
+    assert (found, holds(message, *wanted)) == (code, True), message
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_nothing_is_written_from_weights_that_are_no_numbers(
     tensors = load_file(path)
     save_file({name: torch.full_like(tensor, value) for name, tensor in tensors.items()}, path, {"format": "pt"})
     code, message = told(linearize, place, monkeypatch, "generate", *more)
-    assert (code, "logits are not finite. linearize verify DIR --strict" in message) == (Exit.CHECK_FAILED, True)
+    assert (code, holds(message, "linearize", "DIR", "--strict")) == (Exit.CHECK_FAILED, True)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_chat_template_that_fails(
     (place / "ours" / "chat_template.jinja").write_text(template)
     chats = ["data.train={files: [chat.jsonl]}", "stages=[{kind: sft, train: new, optimizer: {lr: 1e-3}, steps: 1}]"]
     code, message = told(linearize, place, monkeypatch, "finetune", *chats)
-    assert (code, "chat.jsonl:1: the chat template refuses" in message) == (Exit.USAGE, True), message
+    assert (code, holds(message, "chat.jsonl:1")) == (Exit.USAGE, True), message
 
 
 DEEP = '{"a":' * 10**5
@@ -306,11 +306,11 @@ def test_brackets_in_brackets_are_no_bug(
 def test_brackets_in_brackets_as_text(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "train.jsonl").write_text('{"text": "a"}\n{"text":' + "[" * 10**5)
     code, message = told(linearize, place, monkeypatch, "finetune")
-    assert (code, "train.jsonl:2: brackets in brackets" in message) == (Exit.USAGE, True), message
+    assert (code, holds(message, "train.jsonl:2")) == (Exit.USAGE, True), message
     shutil.copytree(place / "ours", place / "out")
     (place / "out" / "linearize.json").write_text(DEEP)
     code, message = told(linearize, place, monkeypatch, "convert", "--overwrite")
-    assert (code, "files that linearize did not write" in message) == (Exit.USAGE, True), message
+    assert (code, holds(message, "files", "linearize")) == (Exit.USAGE, True), message
 
 
 # ---------------------------------------------------------------- what is no file
@@ -368,7 +368,7 @@ def test_blocks_that_no_memory_holds(
 
     monkeypatch.setattr("linearize.data.batches.build_blocks", fail)
     code, message = told(linearize, place, monkeypatch, "finetune", f"data.pack.seq_len={tokens}")
-    assert (code, f"a smaller data.pack.seq_len (now {tokens})" in message) == (Exit.RESOURCE, True), message
+    assert (code, holds(message, "data.pack.seq_len", f"{tokens}")) == (Exit.RESOURCE, True), message
 
 
 @pytest.mark.parametrize("name", ["model-source-00001-of-00001.safetensors", "model-mixers.safetensors"])
@@ -379,7 +379,7 @@ def test_no_server_is_started_on_weights_that_are_cut_short(
     monkeypatch.setattr("linearize.serve.start.is_installed", lambda name: True)
     monkeypatch.setattr("os.execv", lambda *arguments: pytest.fail("a server was started"))
     code, message = told(linearize, place, monkeypatch, "serve")
-    assert (code, f"{name} is damaged or cut short" in message) == (Exit.INCOMPATIBLE, True), message
+    assert (code, holds(message, f"{name}")) == (Exit.INCOMPATIBLE, True), message
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def test_a_config_that_its_class_refuses_is_named_where_softmax_is_restored(
     damage(place / "ours")
     monkeypatch.setitem(COMMANDS, "convert", ["ours", "--restore", "0", "-o", "out", "--verify", "none"])
     code, message = told(linearize, place, monkeypatch, "convert")
-    assert (code, "ours/config.json cannot be used" in message) == (Exit.INCOMPATIBLE, True), message
+    assert (code, holds(message, "ours/config.json")) == (Exit.INCOMPATIBLE, True), message
     assert not (place / "out").exists()
 
 
@@ -407,19 +407,17 @@ def test_upgrade_names_code_that_does_not_run(linearize: Command, place: Path, m
     (place / "ours" / "gsa.py").write_text("")
     monkeypatch.setattr("linearize.checkpoint.upgrade.reload_logits", reloaded)
     code, message = told(linearize, place, monkeypatch, "upgrade", "--trust-remote-code")
-    assert (code, "AttributeError: no attribute 'GSA'). Restore its code" in message) == (Exit.INCOMPATIBLE, True)
+    assert (code, holds(message, "AttributeError", "'GSA'")) == (Exit.INCOMPATIBLE, True)
     assert not (place / "upgraded").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"), [('{"weight_map": {"model.', "is not valid JSON"), ("{}", "weight_map must map tensor names")]
-)
+@pytest.mark.parametrize(("text", "wanted"), [('{"weight_map": {"model.', ("JSON",)), ("{}", ("weight_map",))])
 def test_an_index_that_is_damaged_is_not_pushed(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, text: str, wanted: str
 ) -> None:
     (place / "ours" / "model.safetensors.index.json").write_text(text)
     code, message = told(linearize, place, monkeypatch, "push")
-    assert (code, wanted in message) == (Exit.INCOMPATIBLE, True), message
+    assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), message
 
 
 def test_a_tokenizer_beside_code_that_does_not_run(
@@ -427,7 +425,7 @@ def test_a_tokenizer_beside_code_that_does_not_run(
 ) -> None:
     (place / "ours" / "gsa.py").write_text("")
     code, message = told(linearize, place, monkeypatch, "logits", "model.trust_remote_code=true")
-    assert (code, "no tokenizer can be loaded from" in message) == (Exit.INCOMPATIBLE, True), message
+    assert (code, holds(message, "tokenizer", "loaded")) == (Exit.INCOMPATIBLE, True), message
 
 
 # ---------------------------------------------------------------- what is gone, or cannot be made
@@ -442,7 +440,7 @@ def test_a_source_that_is_deleted_meanwhile(shared: Path, tmp_path: Path, lost: 
     if lost in ("config.json", "tokenizer.json"):  # read already, or not known to have been there
         convert(*planned, tmp_path / "out", level="none", say=lambda text: None)
         return
-    with pytest.raises(LinearizeError, match=f"cannot read .*{lost or 'source'}.*: No such file") as caught:
+    with pytest.raises(LinearizeError, match=f"{lost or 'source'}") as caught:
         convert(*planned, tmp_path / "out", level="none", say=lambda text: None)
     assert caught.value.code == Exit.RESOURCE
     assert not (tmp_path / "out").exists()

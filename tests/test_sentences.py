@@ -202,7 +202,7 @@ def test_eval_compares_two_sentence_encoders(tmp_path: Path, linearize: Command)
     theirs = embedded(source, [first for first, _ in rows])
     assert found["cosine_sentences"] == pytest.approx(float((ours * theirs).sum(1).mean()), abs=1e-4)
     (tmp_path / "eval.json").write_text(json.dumps(found))
-    with pytest.raises(LinearizeError, match="compares sentence encoders, and a page has no place"):
+    with pytest.raises(LinearizeError, match=r"sentence.*encoders"):
         read_evaluation(tmp_path, tmp_path / "eval.json")
     itself = json.loads(linearize("eval", str(source), *text, "--teacher", str(source), "--json")[1])
     assert itself["spearman_passages"] == pytest.approx(1.0)
@@ -213,7 +213,7 @@ def test_pooling_is_read_from_the_folder(tmp_path: Path) -> None:
     assert pooling_of(sentence_encoder(tmp_path / "a")) == "mean"
     assert pooling_of(sentence_encoder(tmp_path / "b", "cls_token")) == "first"
     assert pooling_of(tmp_path) == "mean"
-    with pytest.raises(LinearizeError, match="pools by max_tokens; linearize knows mean_tokens"):
+    with pytest.raises(LinearizeError, match=r"max_tokens.*linearize.*mean_tokens"):
         pooling_of(sentence_encoder(tmp_path / "c", "max_tokens"))
 
 
@@ -287,5 +287,5 @@ def test_features_are_learned_without_the_sources_dropout() -> None:
 
 
 def test_a_loss_without_terms_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LinearizeError, match="cosine and embedding and similarity are all 0"):
+    with pytest.raises(LinearizeError, match=r"similarity.*0"):
         student_of(tmp_path, tmp_path, loss={"cosine": 0.0})

@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import os
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -68,6 +69,20 @@ def _interpreter() -> ProcessPoolExecutor:
 def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments) where Triton's interpreter runs kernels on the CPU, in a process that these tests share."""
     return _interpreter().submit(function, *arguments).result(500)
+
+
+def in_forks(function: Callable[[str], None], cases: Sequence[str]) -> None:
+    """function(case) in a forked child each: a process knows one driver of triton, and imports take seconds."""
+    for case in cases:
+        child = os.fork()
+        if child == 0:
+            try:
+                function(case)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0, case
 
 
 def multiply_bf16(interpreter: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import with_slow
+from conftest import holds, with_slow
 from models import convert_folder, load, save_source
 from safetensors.torch import load_file, save_file
 
@@ -85,7 +85,7 @@ def test_the_result_is_what_transformers_dequantises(tmp_path: Path) -> None:
 def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
     source = save_source(tmp_path / "source")
     in_fp8(source, weight_block_size=[8, 8])
-    with pytest.raises(LinearizeError, match=r"is FP8 .* in blocks of \[8, 8\], and its scales are") as refused:
+    with pytest.raises(LinearizeError, match=r"FP8.*\[8.*8\]") as refused:
         convert_folder(source, tmp_path / "linear")
     assert refused.value.code == Exit.INCOMPATIBLE
     assert not (tmp_path / "linear").exists()
@@ -101,17 +101,17 @@ def test_other_fp8_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("method", "card", "words"),
     [
-        ("gptq", "---\nbase_model: meta-llama/Llama-3.1-8B\n---\n", "linearize convert meta-llama/Llama-3.1-8B"),
-        ("awq", "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n", "linearize convert Qwen/Qwen3-8B"),
-        ("awq", "", "convert the float model that it was made from"),
-        ("mxfp4", "", "Mxfp4Config(dequantize=True)).save_pretrained('float')"),
-        ("bitsandbytes", "", ".dequantize().save_pretrained('float')"),
+        ("gptq", "---\nbase_model: meta-llama/Llama-3.1-8B\n---\n", ("linearize", "meta-llama/Llama-3.1-8B")),
+        ("awq", "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n", ("linearize", "Qwen/Qwen3-8B")),
+        ("awq", "", ("convert", "model")),
+        ("mxfp4", "", ("Mxfp4Config(dequantize=True)).save_pretrained('float')",)),
+        ("bitsandbytes", "", (".dequantize().save_pretrained('float')",)),
     ],
 )
 def test_other_schemes_say_how_to_get_a_float_model(tmp_path: Path, method: str, card: str, words: str) -> None:
     (tmp_path / "README.md").write_text(card)
     error = quantized(tmp_path, {"quant_method": method})
-    assert words in error.message
+    assert holds(error.message, *words)
     assert error.code == Exit.INCOMPATIBLE
 
 
@@ -126,11 +126,11 @@ def test_steps_are_proved_where_the_source_cannot_be_loaded(
     plan, opened, _ = plan_conversion(str(source), "gsa", layers="0,2", options={"slots": 8, "chunk_size": 16})
     monkeypatch.setattr("linearize.verify.reload.free_memory", lambda: share * numbers([folder]))
     message = verify(folder, "auto", opened, plan, False)
-    assert "; single steps through a cache equal one pass" in message
+    assert holds(message, "single", "equal")
     assert "logits equal" not in message
     assert message.endswith(CUT)
     assert (FIRST.format(2) in message) == (share < 4)
     code = (folder / "cache.py").read_text()
     (folder / "cache.py").write_text(code.replace("o, self.state = mixer(", "o, _ = mixer("))
-    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+    with pytest.raises(LinearizeError, match=r"single.*differ"):
         verify(folder, "auto", opened, plan, False)

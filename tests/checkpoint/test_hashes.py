@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command
+from conftest import Command, holds
 from models import HYBRID, Zoo, convert_folder, copied, save_source
 from safetensors import safe_open
 from training import base, make_recipe, stage, train
@@ -111,7 +111,7 @@ def test_a_tensor_without_a_hash_is_named_and_an_older_folder_verifies(zoo: Zoo,
     (folder / "linearize.json").write_text(json.dumps({**found, "linearize": "0.1.0"}))
     status, detail = check_new(folder, True)
     assert status == "passed"
-    assert "linearize 0.1.0 recorded no hashes of them" in detail
+    assert holds(detail, "linearize", "0.1.0")
 
 
 @pytest.mark.slow
@@ -196,11 +196,11 @@ def test_every_command_refuses_it(zoo: Zoo, tmp_path: Path, linearize: Command) 
     commands |= {("eval", folder, "--teacher", folder): 3}
     for command, expected in commands.items():
         code, _, err = linearize(*command)
-        assert (code, "damping is 1.0, the plan has 8.0" in err) == (expected, True), err
+        assert (code, holds(err, "damping", "1.0", "8.0")) == (expected, True), err
     for dry in ([], ["--dry-run"]):
         code, _, err = linearize("finetune", "demo", f"model.base={folder}", "convert=null",
                                  f"output_dir={tmp_path / 'run'}", *dry)  # fmt: skip
-        assert (code, "damping is 1.0, the plan has 8.0" in err) == (3, True), err
+        assert (code, holds(err, "damping", "1.0", "8.0")) == (3, True), err
     assert not (tmp_path / "run").exists()
 
 
@@ -244,7 +244,7 @@ def test_a_source_with_a_kernel_of_the_hub_needs_trust(tmp_path: Path, linearize
     for command in (("convert", source, "--to", "gsa", "--dry-run"), ("inspect", source), ("generate", source, "a")):
         code, _, err = linearize(*command)
         assert code == 3
-        assert "attn_implementation=someone/attention:f in config.json names a kernel of the Hub" in err
+        assert holds(err, "attn_implementation=someone/attention:f", "config.json")
     (source / "config.json").write_text(json.dumps({**config, "attn_implementation": "sdpa"}))
     assert linearize("inspect", source)[0] == 0
 

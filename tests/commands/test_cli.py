@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command
+from conftest import Command, holds
 from models import SMALL, convert_folder, save_source
 from transformers import Olmo2Config
 
@@ -135,16 +135,16 @@ def test_version(linearize: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["convrt"], "Did you mean 'convert'?"),
-        (["convert", "model"], "--to"),
-        (["convert", "model", "--to", "gsa", "--layer", "0"], "--layers"),
-        (["finetune", "a.yaml", "--max-steps", "0"], "--max-steps"),
+        (["convrt"], ("'convert'",)),
+        (["convert", "model"], ("--to",)),
+        (["convert", "model", "--to", "gsa", "--layer", "0"], ("--layers",)),
+        (["finetune", "a.yaml", "--max-steps", "0"], ("--max-steps",)),
     ],
 )
 def test_wrong_usage_is_told_on_stderr(linearize: Command, arguments: list[str], message: str) -> None:
     code, out, err = linearize(*arguments)
     assert (code, out) == (Exit.USAGE, "")
-    assert message in err
+    assert holds(err, *message)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_an_empty_name_is_not_this_folder(
     monkeypatch.chdir(tmp_path)
     code, out, err = linearize(*arguments)
     assert (code, out) == (Exit.USAGE, "")
-    assert " is empty. Give a " in err
+    assert holds(err, "empty", "Give")
     assert not list(tmp_path.iterdir())
 
 
@@ -260,7 +260,7 @@ def test_stdout_is_for_results_and_stderr_for_people(linearize: Command, source:
     plan = ("convert", source, "--to", "gsa", "--dry-run")
     code, out, err = linearize(*plan)
     assert (code, out) == (0, "")
-    assert "decode memory at 128k tokens" in err
+    assert holds(err, "128k")
     code, out, told = linearize(*plan, "--json")
     assert code == 0
     assert told == err

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +105,9 @@ for folder in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        pytest.param("TokenizersBackend", True, marks=pytest.mark.slow),
-        pytest.param("TokenizersBackend", False, marks=pytest.mark.slow),
-        pytest.param("GPT2Tokenizer", True, marks=pytest.mark.slow),
-        ("GPT2Tokenizer", False),
-    ],
-)
-def test_a_tokenizer_needs_no_code_and_asks_nothing(kind: str, named: bool, tmp_path: Path) -> None:
-    """Also where the source's files do not name its class, as those of GPT-2 do not."""
-    source = small_source(tmp_path / "source", "gpt2" if kind == "GPT2Tokenizer" else "llama")
+def with_tokenizer(place: Path, kind: str, named: bool) -> list[str]:
+    """A source with a tokenizer of that class, which its files may not name, and what it is converted to."""
+    source = small_source(place / "source", "gpt2" if kind == "GPT2Tokenizer" else "llama")
     if kind == "GPT2Tokenizer":
         vocabulary = {one: place for place, one in enumerate(BYTES)}
         GPT2Tokenizer(vocab=vocabulary, merges=[], unk_token="a", eos_token="a").save_pretrained(source)
@@ -124,14 +116,22 @@ def test_a_tokenizer_needs_no_code_and_asks_nothing(kind: str, named: bool, tmp_
     assert values["tokenizer_class"] == kind
     if not named:
         settings.write_text(json.dumps({key: value for key, value in values.items() if key != "tokenizer_class"}))
-    folder = convert_folder(source, tmp_path / "linear", "all")
-    command = [sys.executable, "-I", "-c", TOKENIZE, str(source), str(folder)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
-    *before, after, untold = map(json.loads, done.stdout.splitlines())
-    assert before == [after, after]
-    assert (after[0], after[2]) == (kind, "")
-    assert untold == after
+    folder = convert_folder(source, place / "linear", "all")
     assert "AutoTokenizer.from_pretrained(name)" in (folder / "README.md").read_text()
+    return [str(source), str(folder)]
+
+
+def test_a_tokenizer_needs_no_code_and_asks_nothing(tmp_path: Path) -> None:
+    """Also where the source's files do not name its class, as those of GPT-2 do not."""
+    cases = [(kind, named) for kind in ("TokenizersBackend", "GPT2Tokenizer") for named in (True, False)]
+    folders = [with_tokenizer(tmp_path / f"{kind}-{named}", kind, named) for kind, named in cases]
+    command = [sys.executable, "-I", "-c", TOKENIZE, *chain(*folders)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for number, (kind, _) in enumerate(cases):
+        found = lines[4 * number : 4 * number + 4]
+        assert found == 4 * [found[0]]
+        assert (found[0][0], found[0][2]) == (kind, "")
 
 
 def test_the_card_trusts_the_code_of_a_tokenizer_that_has_some(tmp_path: Path) -> None:
@@ -222,10 +222,9 @@ def test_peft_adapts_all_projections(mechanism: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- TRL
 
 
-@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_trl_sft(folder: Path, tmp_path: Path, packing: bool) -> None:
+def test_trl_sft(folder: Path, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
-    given = trl.SFTConfig(**settings(tmp_path / "sft"), packing=packing, max_length=64, loss_type="nll")
+    given = trl.SFTConfig(**settings(tmp_path / "sft"), packing=True, max_length=64, loss_type="nll")
     rows = Dataset.from_list([{"text": one} for one in SENTENCES])
     trainer = trl.SFTTrainer(load(folder), given, train_dataset=rows, processing_class=tokenizer())
     trainer.train()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, holds
 from PIL import Image
 from torch.nn.functional import one_hot
 from transformers import PvtConfig, PvtForImageClassification, SwinConfig, SwinForImageClassification, ViTImageProcessor
@@ -107,7 +107,7 @@ def test_copies_of_an_image_follow_one_another_and_are_changed_otherwise(tmp_pat
     one, other = (Stream(images, order, 5)[place]["pixel_values"] for place in (0, 1))
     assert one.shape == other.shape
     assert not torch.equal(one, other)
-    with pytest.raises(LinearizeError, match=r"data\.repeats=2.: is for images, and data\.train holds text"):
+    with pytest.raises(LinearizeError, match=r"data\.repeats=2.*data\.train"):
         load_recipe("demo", ["data.repeats=2"])
     assert load_recipe("demo", ["data.repeats=1"]).data.repeats == 1
 
@@ -115,10 +115,10 @@ def test_copies_of_an_image_follow_one_another_and_are_changed_otherwise(tmp_pat
 def test_what_is_no_picture_is_not_augmented(tmp_path: Path) -> None:
     np.savez(tmp_path / "a", images=np.zeros((2, 3, 8, 8), np.float32))
     found = find_images(ArraySource(arrays=str(tmp_path / "a.npz")), Path())
-    with pytest.raises(LinearizeError, match=r"data\.augment changes pictures, and .* has pixel values") as caught:
+    with pytest.raises(LinearizeError, match=r"data\.augment") as caught:
         Images(found, None, None, False, crop)
     assert caught.value.code == Exit.INCOMPATIBLE
-    with pytest.raises(LinearizeError, match=r"data\.augment=crop.: is for images, and data\.train holds text"):
+    with pytest.raises(LinearizeError, match=r"data\.augment=crop.*data\.train"):
         load_recipe("demo", ["data.augment=crop"])
 
 
@@ -222,7 +222,7 @@ def test_a_library_that_is_missing_is_named_before_anything_is_written(
     for more in ([], ["--dry-run"]):
         code, _, err = linearize(*words(tmp_path, "vit-saga-pretrain", "pvt", *small_steps("sft"), *more))
         assert code == Exit.RESOURCE
-        assert 'data.augment randaugment needs: pip install "linearize[augment]"' in " ".join(err.split())
+        assert holds(err, "data.augment", "needs", '"linearize[augment]"')
         assert not (tmp_path / "run").exists()
 
 
@@ -323,10 +323,10 @@ def test_a_run_erases_and_mixes_images_and_goes_on_with_the_same(
 
 def test_mixing_needs_two_images_a_pass_and_images(tmp_path: Path) -> None:
     one = ["model.base=m", "data.augment=null", "stages.sft.batch.per_device=1"]
-    with pytest.raises(LinearizeError, match=r"per_device=1.: must be >= 2: data\.mixup and data\.cutmix mix"):
+    with pytest.raises(LinearizeError, match=r"per_device=1.*>=.*2.*data\.mixup.*data\.cutmix"):
         load_recipe("vit-saga-pretrain", one)
     load_recipe("vit-saga-pretrain", [*one, "data.mixup=0", "data.cutmix=0"])
-    with pytest.raises(LinearizeError, match=r"data\.erase=0.1.: is for images, and data\.train holds text"):
+    with pytest.raises(LinearizeError, match=r"data\.erase=0.1.*data\.train"):
         load_recipe("demo", ["data.erase=0.1"])
     for wrong in ("data.mixup=-1", "data.mixup=101", "data.cutmix=1e-9", "data.erase=1.1"):
         with pytest.raises(LinearizeError, match=wrong.partition("=")[0]):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conftest import Command
+from conftest import Command, holds
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
@@ -154,7 +154,7 @@ def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
     code, _, err = linearize("push", final, "user/pipeline", "--dry-run")
     assert code == 0, err
     assert "transformer/config.json" in err
-    assert "Distilled on 6 latents." in err
+    assert holds(err, "Distilled", "6")
 
 
 def test_what_changed_since_is_not_pushed(linear: dict[str, Path], tmp_path: Path, linearize: Command) -> None:
@@ -172,7 +172,7 @@ def test_what_changed_since_is_not_pushed(linear: dict[str, Path], tmp_path: Pat
     shard.write_bytes(data)
     code, out, err = linearize("push", tmp_path / "linear", "user/film", "--dry-run")
     assert (code, out) == (Exit.CHECK_FAILED, "")
-    assert "not the recorded bytes" in err
+    assert holds(err, "recorded", "bytes")
     (tmp_path / "linear" / "transformer" / "config.json").write_text("{}")
     assert linearize("push", tmp_path / "linear", "user/film", "--dry-run")[0] == Exit.INCOMPATIBLE
 
@@ -232,7 +232,7 @@ def test_a_run_goes_on_where_it_was_interrupted(
                     assert linearize("finetune", path)[0] == Exit.USAGE
                 (place / "run" / "state.pt").write_bytes(kept)
                 code, _, err = linearize("finetune", path)
-                assert (code, "interrupted after step 4 of prediction" in " ".join(err.split())) == (130, True), err
+                assert (code, holds(err, "interrupted", "4")) == (130, True), err
                 assert not (place / "run" / "final").exists()
         assert linearize("finetune", path)[0] == 0
         shard = max((place / "run" / "final" / "transformer").glob("*.safetensors"))
@@ -294,7 +294,7 @@ def test_a_run_goes_on_with_what_it_began_with(
     record.write_text(record.read_text().replace(torch.__version__, "1.0"))
     code, _, err = linearize("finetune", path)
     assert code == 0, err
-    assert f"this run began with torch 1.0, now {torch.__version__}" in " ".join(err.split())
+    assert holds(err, "torch", "1.0", f"{torch.__version__}")
 
 
 @pytest.mark.slow
@@ -310,7 +310,7 @@ def test_starting_over_keeps_the_finished_model_until_the_new_one_is_ready(
         mine.write_text("mine")
         code, _, err = linearize("finetune", path, "--resume", "never")
         assert code == Exit.USAGE, err
-        assert "linearize did not write that, and this start would remove it" in " ".join(err.split())
+        assert holds(err, "linearize", "remove")
         assert mine.read_text() == "mine"
         mine.unlink()
     card = run / "final" / "README.md"
@@ -341,22 +341,22 @@ def test_only_what_linearize_wrote_goes_along(linear: dict[str, Path], tmp_path:
     config.rename(tmp_path / "elsewhere.json")
     config.symlink_to(tmp_path / "elsewhere.json")
     code, _, err = linearize("finetune", path, f"output_dir={tmp_path / 'other'}")
-    assert (code, "is a link to" in " ".join(err.split())) == (Exit.INCOMPATIBLE, True), err
+    assert (code, holds(err, "link", "to")) == (Exit.INCOMPATIBLE, True), err
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"latents/0.npy": torch.randn(5, 3, 4, 8)}, "one shape"),
-        ({"latents/0.npy": torch.randn(4, 4)}, "a latent of this model has 4 axes"),
-        ({"latents/0.npy": torch.zeros(0, 4, 3, 4, 8)}, "which holds no latent"),
-        ({"prompts/3.npy": None}, "lacks the prompts of 3"),
-        ({"prompts/3.npy": torch.zeros(0, 5, 16)}, "it needs an embedding [tokens,channels] for 1 latents"),
-        ({"prompts/3.npy": torch.full((5, 16), torch.nan)}, "embeddings that are not finite"),
-        ({"prompts/3.npy": torch.randn(5, 7)}, "it needs one shape [tokens,16]"),
-        ({f"latents/{n}.npy": torch.randn(5, 3, 4, 8) for n in range(6)}, "5 channels, the model takes 4"),
-        ({f"latents/{n}.npy": torch.randn(4, 3, 3, 8) for n in range(6)}, "patches of [1, 2, 2] do not divide"),
+        ({"latents/0.npy": torch.randn(5, 3, 4, 8)}, ("one shape",)),
+        ({"latents/0.npy": torch.randn(4, 4)}, ("latent", "4")),
+        ({"latents/0.npy": torch.zeros(0, 4, 3, 4, 8)}, ("holds", "latent")),
+        ({"prompts/3.npy": None}, ("prompts", "3")),
+        ({"prompts/3.npy": torch.zeros(0, 5, 16)}, ("[tokens,channels]", "1")),
+        ({"prompts/3.npy": torch.full((5, 16), torch.nan)}, ("embeddings", "finite")),
+        ({"prompts/3.npy": torch.randn(5, 7)}, ("[tokens,16]",)),
+        ({f"latents/{n}.npy": torch.randn(5, 3, 4, 8) for n in range(6)}, ("5", "channels", "4")),
+        ({f"latents/{n}.npy": torch.randn(4, 3, 3, 8) for n in range(6)}, ("patches", "[1", "2", "2]")),
     ],
 )
 def test_wrong_data_are_told_before_anything_is_written(
@@ -370,17 +370,17 @@ def test_wrong_data_are_told_before_anything_is_written(
             numpy.save(tmp_path / name, tensor.numpy())
     code, out, err = linearize("finetune", recipe(tmp_path, sources[WAN], "la"))
     assert (code, out) == (Exit.INCOMPATIBLE, "")
-    assert message in err
+    assert holds(err, *message)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("stages.prediction.stps=3", "Did you mean 'steps'?"),
-        ("stages.attention_transfer.train=all", "must be new"),
-        ("stages.prediction.optimizer.memory=small", "memory must be full"),
-        ("data.train.latents=nowhere", "no such folder '"),
+        ("stages.prediction.stps=3", ("'steps'",)),
+        ("stages.attention_transfer.train=all", ("must", "new")),
+        ("stages.prediction.optimizer.memory=small", ("memory", "full")),
+        ("data.train.latents=nowhere", ("folder", "'")),
     ],
 )
 def test_a_wrong_recipe_is_told(
@@ -389,7 +389,7 @@ def test_a_wrong_recipe_is_told(
     make_latents(tmp_path, WAN)
     code, out, err = linearize("finetune", recipe(tmp_path, sources[WAN], "la"), override)
     assert (code, out) == (Exit.USAGE, "")
-    assert message in err
+    assert holds(err, *message)
     assert not (tmp_path / "run").exists()
 
 
@@ -404,19 +404,19 @@ def test_what_a_run_cannot_do_is_told_before_anything_is_written(
     make_latents(tmp_path, WAN)
     path, inside = recipe(tmp_path, sources[WAN], "la"), sources[WAN] / "run"
     for asked, wanted, message in (
-        (("--stage", "prediction"), Exit.USAGE, "--stage prediction needs attention_transfer, which is not finished"),
-        ((f"output_dir={inside}",), Exit.USAGE, "must be separate folders"),
-        (("finish.push=user/film",), Exit.HUB, "nothing can be pushed to user/film"),
-        (("runtime.device=cuda",), Exit.RESOURCE, "torch sees no CUDA device"),
-        (("convert.keep_heads=0:0",), Exit.INCOMPATIBLE, "heads of layer 0 are bidirectional"),
-        (("convert.keep_softmax=0", "convert.kept_window=8"), Exit.INCOMPATIBLE, "is bidirectional; 'window' is not"),
+        (("--stage", "prediction"), Exit.USAGE, ("--stage", "attention_transfer")),
+        ((f"output_dir={inside}",), Exit.USAGE, ("separate", "folders")),
+        (("finish.push=user/film",), Exit.HUB, ("user/film",)),
+        (("runtime.device=cuda",), Exit.RESOURCE, ("torch", "CUDA")),
+        (("convert.keep_heads=0:0",), Exit.INCOMPATIBLE, ("0", "bidirectional")),
+        (("convert.keep_softmax=0", "convert.kept_window=8"), Exit.INCOMPATIBLE, ("'window'",)),
     ):
         for more in ((), ("--dry-run",)):
             if wanted == Exit.HUB and more:  # a dry run asks the Hub nothing
                 continue
             code, out, err = linearize("finetune", path, *asked, *more)
             assert (code, out) == (wanted, ""), err
-            assert message in " ".join(err.split())
+            assert holds(err, *message)
             assert not (tmp_path / "run").exists()
             assert not inside.exists()
     code, out, err = linearize("finetune", path, "--stage", "attention_transfer", "--dry-run", "--json")
@@ -430,7 +430,7 @@ def test_a_model_that_takes_more_than_prompts_is_refused_before_it_is_converted(
     transformer(SANA, guidance_embeds=True).save_pretrained(tmp_path / "guided")
     code, out, err = linearize("finetune", recipe(tmp_path, tmp_path / "guided", "la"))
     assert (code, out) == (Exit.INCOMPATIBLE, "")
-    assert "has guidance_embeds, and takes more than latents" in " ".join(err.split())
+    assert holds(err, "guidance_embeds")
     assert not (tmp_path / "run").exists()
 
 
@@ -440,14 +440,14 @@ def test_what_eval_does_not_do_with_a_pipeline_is_told(
     make_latents(tmp_path, WAN)
     given = linear[WAN], "--recipe", recipe(tmp_path, linear[WAN])
     for more, message in (
-        (("--teacher", "x"), "has its teacher inside"),
-        (("-o", tmp_path / "a.png"), "a.json"),
-        (("--trials", "9"), "--trials: a pipeline of diffusers is compared as the recipe's eval, seed and runtime"),
-        (("--seed", "1", "--batch-tokens", "9", "--dtype", "float32"), "--seed, --batch-tokens, --dtype: a pipeline"),
+        (("--teacher", "x"), ("teacher", "inside")),
+        (("-o", tmp_path / "a.png"), ("a.json",)),
+        (("--trials", "9"), ("--trials", "diffusers", "recipe's")),
+        (("--seed", "1", "--batch-tokens", "9", "--dtype", "float32"), ("--seed", "--batch-tokens", "--dtype")),
     ):
         code, out, err = linearize("eval", *given, *more)
         assert (code, out) == (Exit.USAGE, ""), err
-        assert message in " ".join(err.split())
+        assert holds(err, *message)
     assert not (tmp_path / "a.png").exists()
 
 
@@ -468,7 +468,7 @@ def test_a_latent_counts_the_same_in_every_batch() -> None:
 
 def test_training_that_led_away_from_the_teacher_is_told() -> None:
     better, worse = ([{"level": 0.1, "error": error}, {"level": 0.9, "error": 0.2}] for error in (0.2, 0.3))
-    assert "a mean error of 0.250 over noise levels, was 0.200" in str(setback(better, worse))
+    assert holds(str(setback(better, worse)), "0.250", "0.200")
     assert setback(worse, better) is None
 
 
@@ -539,4 +539,4 @@ def test_images_are_encoded_by_the_pipelines_vae(sources: dict[str, Path], tmp_p
     transformer(DIT).save_pretrained(tmp_path / "alone")
     code, _, err = linearize("finetune", path, f"model.base={tmp_path / 'alone'}", "--dry-run")
     assert code == Exit.INCOMPATIBLE
-    assert "there is no VAE to encode them" in err
+    assert holds(err, "VAE")

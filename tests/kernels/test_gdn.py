@@ -106,11 +106,11 @@ def test_equal_keys_do_not_blow_up_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": (2, 9, 1, 7)}, "equal B, T and key dim"),
-        ({"g": (2, 9, 3), "beta": (2, 9, 3)}, "state heads, and those query heads"),
-        ({"beta": (2, 9, 4)}, r"beta must be \[B,T,E\], found \(2, 9, 4\) .*E=2"),
-        ({"read_gate": (2, 9, 2)}, r"read_gate must be \[B,T,H\], found"),
-        ({"padding": (2, 8)}, r"padding must be \[B,T\]"),
+        ({"k": (2, 9, 1, 7)}, r"equal.*dim"),
+        ({"g": (2, 9, 3), "beta": (2, 9, 3)}, r"heads.*query.*heads"),
+        ({"beta": (2, 9, 4)}, r"\[B,T,E\].*2.*9.*4.*E=2"),
+        ({"read_gate": (2, 9, 2)}, r"read_gate.*\[B,T,H\]"),
+        ({"padding": (2, 8)}, r"padding.*\[B,T\]"),
         ({"cu_seqlens": (2,)}, "cu_seqlens needs B=1"),
     ],
 )
@@ -214,12 +214,12 @@ def test_uniform_gates_of_one_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"half_life_min": 9.0, "half_life_max": 8.0}, "must be >= half_life_min=9"),
-        ({"chunk_size": 48}, "must be a power of two"),
-        ({"window": 8, "rope": False}, "needs the rotary embedding"),
-        ({"native": True, "window": 8}, "window=8: native=true needs window=0"),
-        ({"native": True, "rope": True, "norm": "none"}, "rope=True, norm=none: native=true needs rope=False, norm"),
-        ({"native": True, "taps": 5}, "taps=5: native=true needs taps=4"),
+        ({"half_life_min": 9.0, "half_life_max": 8.0}, r">=.*half_life_min=9"),
+        ({"chunk_size": 48}, r"must.*power"),
+        ({"window": 8, "rope": False}, r"rotary.*embedding"),
+        ({"native": True, "window": 8}, r"window=8.*native=true.*window=0"),
+        ({"native": True, "rope": True, "norm": "none"}, r"rope=True.*norm=none.*native=true.*rope=False"),
+        ({"native": True, "taps": 5}, r"taps=5.*native=true.*taps=4"),
     ],
 )
 def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str) -> None:

@@ -33,9 +33,10 @@ from linearize_kernels.mixer import AttentionSite
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = TOLERANCE[torch.float32]
-MODELS = [(name, layers) for name in ARCHITECTURES for layers in ("all", HYBRID)]
-# A hybrid has both kinds of layers; models are quick for one with a mask, one without, and one of learned positions.
+# Models are quick for one with a mask, one without, and one of learned positions. The others are hybrids alone, which
+# have both kinds of layers.
 QUICK = [("llama", "all"), ("llama", HYBRID), ("gemma2", "all"), ("gemma2", HYBRID), ("gpt2", HYBRID)]
+MODELS = QUICK + [(name, HYBRID) for name in ARCHITECTURES if (name, HYBRID) not in QUICK]
 every_model = pytest.mark.parametrize(
     ("name", "layers"), [pytest.param(*model, marks=() if model in QUICK else pytest.mark.slow) for model in MODELS]
 )
@@ -295,25 +296,25 @@ def test_a_static_cache_falls_back(zoo: Zoo, layers: str) -> None:
 @pytest.mark.parametrize("layers", [HYBRID, "1,3"])
 def test_a_static_cache_by_hand_is_refused_in_hybrids(zoo: Zoo, layers: str) -> None:
     model = zoo.model("llama", layers)
-    with pytest.raises(ValueError, match=r"static cache .* DynamicCache"):
+    with pytest.raises(ValueError, match="DynamicCache"):
         model(tokens(1, 4), past_key_values=StaticCache(model.config, max_cache_len=16))
 
 
 def test_what_a_state_cannot_do_is_refused(zoo: Zoo) -> None:
     model, ids = zoo.model("llama"), tokens(1, 9)
-    with pytest.raises(NotImplementedError, match=r"continuous batching .* linearize serve DIR"):
+    with pytest.raises(NotImplementedError, match=r"linearize.*DIR"):
         model.generate_batch(ids.tolist(), max_new_tokens=2)
     with pytest.raises(NotImplementedError, match="continuous batching"), model.continuous_batching_context_manager():
         pass
     cache = model(ids, use_cache=True).past_key_values
     cache.crop(0)
-    with pytest.raises(ValueError, match=r"crop\(-2\): .* 0 of the last ones were recorded.* activate_past_recording"):
+    with pytest.raises(ValueError, match=r"crop\(-2\).*0.*activate_past_recording"):
         cache.crop(-2)
     with pytest.raises(ValueError, match=r"crop\(2\): pass -n"):
         cache.layers[0].crop(2)
-    with pytest.raises(ValueError, match="already holds softmax keys"), torch.no_grad():
+    with pytest.raises(ValueError, match=r"holds.*softmax"), torch.no_grad():
         model(ids, past_key_values=small_model("llama")(ids, use_cache=True).past_key_values)
-    with pytest.raises(TypeError, match="pass a transformers Cache"):
+    with pytest.raises(TypeError, match=r"transformers.*Cache"):
         model.model.layers[0].self_attn(torch.zeros(1, 1, 32), past_key_values=((0, 0),))
 
 
@@ -367,13 +368,13 @@ def test_the_end_of_a_long_call_can_be_removed(zoo: Zoo, monkeypatch: pytest.Mon
     cache.linearize_records_past = True
     logits = model(ids, attention_mask=mask, past_key_values=cache).logits[mask.bool()]
     assert relative_error(logits, model(ids, attention_mask=mask).logits[mask.bool()]) < EXACT
-    with pytest.raises(ValueError, match="8 of the last ones were recorded"):
+    with pytest.raises(ValueError, match=r"8.*recorded"):
         cache.crop(-9)
     cache.crop(-8)
     again = model(ids[:, 32:], attention_mask=mask, past_key_values=cache).logits
     assert relative_error(again, model(ids, attention_mask=mask).logits[:, 32:]) < EXACT
     cache.batch_select_indices(torch.tensor([1]))
-    with pytest.raises(ValueError, match="0 of the last ones"):
+    with pytest.raises(ValueError, match=r"0.*last"):
         cache.crop(-1)
 
 
@@ -476,10 +477,10 @@ def test_softmax_cannot_go_on_from_states(zoo: Zoo, name: str, layers: str) -> N
     """Neither the teacher nor the source model: both would see the new tokens alone."""
     model, ids = zoo.model(name, layers), tokens(2, 9)
     cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"states of linear layers.*DynamicCache"), model.teacher():
+    with pytest.raises(ValueError, match="DynamicCache"), model.teacher():
         model(ids[:, :1], past_key_values=cache)
     cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="states of linear layers"):
+    with pytest.raises(ValueError, match=r"linear.*layers"):
         small_model(name)(ids[:, :1], past_key_values=cache)
     with model.teacher():  # with a cache of its own it goes on as the source does
         expected = small_model(name)(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
@@ -492,7 +493,7 @@ def test_softmax_cannot_go_on_from_states(zoo: Zoo, name: str, layers: str) -> N
 def test_a_cache_of_other_rows_is_refused(zoo: Zoo, held: int, given: int, options: dict[str, int]) -> None:
     model = zoo.model("llama", "all", **options)
     cache = model(tokens(held, 9), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=rf"holds {held} sequences and the input has {given}.*batch_repeat_interleave"):
+    with pytest.raises(ValueError, match=rf"{held}.*{given}.*batch_repeat_interleave"):
         model(tokens(given, 1), past_key_values=cache)
 
 
@@ -504,7 +505,7 @@ def test_a_cache_of_other_rows_is_refused(zoo: Zoo, held: int, given: int, optio
 def test_a_cache_of_other_options_is_refused(zoo: Zoo, options: dict[str, Any], others: dict[str, Any]) -> None:
     """Some have states of the same shapes, which would be taken for one's own."""
     cache = zoo.model("llama", "all", **others)(tokens(2, 9), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"holds the state of gsa\(.*this layer is gsa\(.*DynamicCache\(\) of its own"):
+    with pytest.raises(ValueError, match=r"gsa\(.*DynamicCache\(\)"):
         zoo.model("llama", "all", **options)(tokens(2, 1), past_key_values=cache)
 
 
@@ -531,7 +532,7 @@ def whole_after(model: Any, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("layers", ["all", HYBRID])
 def test_attention_maps_are_refused_by_name(zoo: Zoo, layers: str) -> None:
     model, ids = zoo.model("llama", layers), tokens(1, 6)
-    with pytest.raises(ValueError, match=r"set_attn_implementation.'eager'., then ask under .with model.teacher"):
+    with pytest.raises(ValueError, match=r"set_attn_implementation.'eager'.*model.teacher"):
         model(ids, output_attentions=True)
     model.set_attn_implementation("eager")  # as it says
     for ask in (model, model.model):
@@ -680,7 +681,7 @@ def test_no_thread_runs_a_model_that_another_has_switched(zoo: Zoo, layers: str)
     with ThreadPoolExecutor(1) as pool:
         with model.teacher():
             for other in (lambda: logits(model, ids), as_teacher):
-                with pytest.raises(RuntimeError, match=r"another thread is inside teacher\(\)"):
+                with pytest.raises(RuntimeError, match=r"thread.*inside"):
                     pool.submit(other).result()
             with model.teacher():  # one inside the other
                 assert torch.equal(logits(model, ids), source)
@@ -704,7 +705,7 @@ def test_a_pass_that_another_thread_would_switch_half_way_ends(zoo: Zoo) -> None
         assert inside.wait(60)
         with model.teacher():
             go_on.set()
-            with pytest.raises(RuntimeError, match=r"another thread is inside teacher\(\)"):
+            with pytest.raises(RuntimeError, match=r"thread.*inside"):
                 slow.result()
     handle.remove()
     assert torch.equal(logits(model, ids), expected)

@@ -101,11 +101,11 @@ def test_no_tokens_no_change() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"g": torch.zeros(2, 5, 2, 7)}, r"g must be \[B,T,E,D\]"),
-        ({"g": torch.zeros(2, 5, 3, 8)}, "state heads, and those query heads"),
-        ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding must be \[B,T\]"),
-        ({"read_gate": torch.ones(2, 5, 2)}, r"read_gate must be \[B,T,H\]"),
-        ({"write_gate": torch.ones(2, 5, 4)}, r"write_gate must be \[B,T,E\]"),
+        ({"g": torch.zeros(2, 5, 2, 7)}, r"\[B,T,E,D\]"),
+        ({"g": torch.zeros(2, 5, 3, 8)}, r"heads.*query.*heads"),
+        ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding.*\[B,T\]"),
+        ({"read_gate": torch.ones(2, 5, 2)}, r"read_gate.*\[B,T,H\]"),
+        ({"write_gate": torch.ones(2, 5, 4)}, r"write_gate.*\[B,T,E\]"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens needs B=1"),
     ],
 )
@@ -177,8 +177,8 @@ def test_calibration_leaves_published_gates_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"half_life_min": 9.0, "half_life_max": 8.0}, r"half_life_max=8\.0: must be >= half_life_min=9\.0"),
-        ({"chunk_size": 48}, "chunk_size=48: must be a power of two"),
+        ({"half_life_min": 9.0, "half_life_max": 8.0}, r"half_life_max=8\.0.*>=.*half_life_min=9\.0"),
+        ({"chunk_size": 48}, "chunk_size=48"),
         ({"window": 8, "rope": False}, "set rope=true"),
     ],
 )

@@ -319,12 +319,12 @@ def test_a_row_of_padding_and_an_empty_sequence_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(2, 9, 2, 8)}, "equal B, T and key dim"),
-        ({"v": torch.zeros(2, 8, 1, 6)}, "equal B, T and key dim"),
-        ({"g": torch.zeros(2, 8, 3, 16)}, "state heads, and those query heads"),
-        ({"k": torch.zeros(2, 8, 4, 8), "v": torch.zeros(2, 8, 4, 6)}, "key heads must divide state heads"),
-        ({"padding": torch.ones(2, 9, dtype=torch.bool)}, r"padding must be \[B,T\]"),
-        ({"segments": torch.ones(2)}, r"segments must be \[B,T\]"),
+        ({"k": torch.zeros(2, 9, 2, 8)}, r"equal.*dim"),
+        ({"v": torch.zeros(2, 8, 1, 6)}, r"equal.*dim"),
+        ({"g": torch.zeros(2, 8, 3, 16)}, r"heads.*query.*heads"),
+        ({"k": torch.zeros(2, 8, 4, 8), "v": torch.zeros(2, 8, 4, 6)}, r"heads.*divide.*heads"),
+        ({"padding": torch.ones(2, 9, dtype=torch.bool)}, r"padding.*\[B,T\]"),
+        ({"segments": torch.ones(2)}, r"segments.*\[B,T\]"),
         ({"cu_seqlens": torch.tensor([0, 8])}, "cu_seqlens needs B=1"),
     ],
 )
@@ -582,7 +582,7 @@ def test_gate_rank_splits_the_map_and_keeps_its_deviation() -> None:
     expected = F.logsigmoid(x @ product.T + m.forget.bias).unflatten(-1, (2, 64)) / 4.0
     assert relative_error(m.gates(m._before_gates(x), TokenLayout(), 0), expected) <= 2e-6
     assert sum(p.numel() for p in m.parameters()) == 8 * 24 + 2 * 64 * 9
-    with pytest.raises(ValueError, match="gate_rank=8: with decay=fixed no map makes the gates"):
+    with pytest.raises(ValueError, match=r"gate_rank=8.*decay=fixed"):
         mixer(gate_rank=8, decay="fixed")
 
 
@@ -746,9 +746,9 @@ def test_faithful_is_the_published_layer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clock": 65}, "clock=65: must be <= slots=64"),
-        ({"half_life_min": 8.0, "half_life_max": 4.0}, "half_life_max=4.0: must be >= half_life_min=8.0"),
-        ({"chunk_size": 48}, "chunk_size=48: must be a power of two"),
+        ({"clock": 65}, r"clock=65.*<=.*slots=64"),
+        ({"half_life_min": 8.0, "half_life_max": 4.0}, r"half_life_max=4.0.*>=.*half_life_min=8.0"),
+        ({"chunk_size": 48}, "chunk_size=48"),
     ],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import holds
 
 from linearize.checkpoint.flatten import flattened, kernel_files, kernels_folder
 from linearize.plan.mechanisms import mechanism_names
@@ -275,12 +276,13 @@ def test_every_file_imports_where_only_torch_and_transformers_are(tmp_path: Path
 @pytest.mark.parametrize("package", ABSENT.split(","))
 def test_an_import_of_an_absent_package_is_seen(tmp_path: Path, package: str) -> None:
     (tmp_path / "bad.py").write_text(f"import {package}\n", encoding="utf-8")
-    assert f"No module named '{package}'" in import_alone(tmp_path, ["bad"]).stderr
+    assert holds(import_alone(tmp_path, ["bad"]).stderr, f"'{package}'")
 
 
 WITHOUT_TRITON = """
 import sys; sys.modules["triton"] = None
 import torch
+from conftest import holds
 from linearize_kernels.gla import gla
 from linearize_kernels.gsa import gsa
 from linearize_kernels.la import la

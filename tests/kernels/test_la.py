@@ -110,7 +110,7 @@ def test_opposite_vectors_do_not_divide_by_zero() -> None:
     ("change", "message"),
     [
         *WRONG_SHAPES,
-        ({"k": torch.zeros(2, 5, 3, 8), "v": torch.zeros(2, 5, 3, 6)}, "key heads must divide"),
+        ({"k": torch.zeros(2, 5, 3, 8), "v": torch.zeros(2, 5, 3, 6)}, r"heads.*divide"),
     ],
 )
 def test_wrong_shapes_are_told(change: dict[str, Any], message: str) -> None:
@@ -209,11 +209,11 @@ def test_as_published_it_has_no_parameters_and_a_fixed_ratio() -> None:
 
 @pytest.mark.parametrize("slope", [0.0, 1.0])
 def test_a_learned_slope_needs_room(slope: float) -> None:
-    with pytest.raises(LinearizeError, match="a learned slope starts between 0 and 1; or set learn_slope=false"):
+    with pytest.raises(LinearizeError, match=r"0.*1.*learn_slope=false"):
         mixer(slope=slope)
     assert mixer(slope=slope, learn_slope=False).kernel() == (1.0, slope)
 
 
 def test_a_chunk_is_a_power_of_two() -> None:
-    with pytest.raises(LinearizeError, match="chunk_size=48: must be a power of two"):
+    with pytest.raises(LinearizeError, match="chunk_size=48"):
         mixer(chunk_size=48)

@@ -1,6 +1,6 @@
 """What launches of kernels share, without a GPU: kernels are compiled for one, and a driver of ours notes the launches.
 
-Each case is a clean process running this file, since triton knows one driver a process.
+A clean process runs this file and forks a child for each case.
 """
 
 from __future__ import annotations
@@ -16,26 +16,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(case: str, cache: Path) -> str:
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)]),
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(cache),
-    }
-    done = subprocess.run([sys.executable, __file__, case], env=env, capture_output=True, text=True, timeout=200)
+CASES = ("again", "ahead", "ints", "kinds", "alignment", "stages", "failure")
+
+
+@pytest.mark.slow
+def test_launches(tmp_path: Path) -> None:
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "tests")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-LATER = ("ahead", "ints", "alignment", "failure")
-
-
-@pytest.mark.parametrize(
-    "case", ["again", "kinds", "stages", *(pytest.param(one, marks=pytest.mark.slow) for one in LATER)]
-)
-def test_launches(case: str, tmp_path: Path) -> None:
-    assert run(case, tmp_path).split() == ["fine"]
+    assert done.stdout.split() == [*CASES]
 
 
 def main(case: str) -> None:
@@ -157,8 +148,11 @@ def main(case: str) -> None:
 
         with pytest.raises(triton.compiler.CompilationError, match="nothing_of_that_name"):
             launch.entry(lambda call, x: launch.launch(wrong, (1,), x, call=call, num_warps=1, BLOCK=16))(x)
-    print("fine")
+    print(case, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    import triton  # noqa: F401
+    from triton_tools import in_forks
+
+    in_forks(main, CASES)

@@ -177,8 +177,8 @@ def test_calibration_finds_half_lives_and_opens_the_gate() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"half_life_min": 9.0, "half_life_max": 8.0}, "must be >= half_life_min=9"),
-        ({"chunk_size": 48}, "must be a power of two"),
+        ({"half_life_min": 9.0, "half_life_max": 8.0}, r">=.*half_life_min=9"),
+        ({"chunk_size": 48}, r"must.*power"),
         ({"window": 8}, "no such option"),
     ],
 )

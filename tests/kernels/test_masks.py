@@ -109,7 +109,7 @@ def test_masks_by_the_kind_of_layer(zoo: Zoo, layers: str) -> None:
     assert relative_error(out, apart(model, ids, (9, 6))) < EXACT
     masks["sliding_attention"] = added(near & near.roll(2, -1))
     if layers != "1,3":  # its linear layers are sliding ones
-        with pytest.raises(ValueError, match="neither of documents nor of padding"):
+        with pytest.raises(ValueError, match=r"documents.*padding"):
             logits(model, ids, attention_mask=masks)
 
 
@@ -143,7 +143,7 @@ def test_attention_with_softmax_of_its_own_follows_them(tmp_path: Path, name: st
     except Exception:
         pytest.skip(f"{name} takes no 4D mask")
     assert relative_error(logits(model, ids, attention_mask=mask, **places), apart(model, ids, (5, 7))) < EXACT
-    with pytest.raises(ValueError, match="lets tokens see later ones"):
+    with pytest.raises(ValueError, match=r"tokens.*later"):
         logits(model, ids, attention_mask=prefix(12, 4), **places)
 
 
@@ -166,7 +166,7 @@ def test_documents_of_an_encoder(tmp_path: Path) -> None:
         mask = documents((5, 7), causal=False).expand(2, -1, -1, -1)
         out = model(ids, attention_mask=mask, position_ids=places).last_hidden_state
         assert relative_error(out, expected) < EXACT
-        with pytest.raises(ValueError, match="neither of documents nor of padding"):
+        with pytest.raises(ValueError, match=r"documents.*padding"):
             model(ids, attention_mask=documents((12,)).expand(2, -1, -1, -1))
 
 
@@ -293,7 +293,7 @@ def test_a_padding_mask_has_a_column_for_each_token(zoo: Zoo, layers: str, colum
     for hidden in (0, 1):
         mask = torch.ones(2, columns, dtype=torch.long)
         mask[1, :hidden] = 0
-        with pytest.raises(ValueError, match=rf"attention_mask \[2, {columns}\].* for 12 tokens, and no cache holds"):
+        with pytest.raises(ValueError, match=rf"attention_mask.*\[2.*{columns}\].*12"):
             logits(model, ids, attention_mask=mask, position_ids=torch.arange(12)[None].expand(2, -1))
 
 
@@ -302,7 +302,7 @@ def test_a_padding_mask_of_an_encoder_has_one_too(tmp_path: Path) -> None:
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, 2:4] = 0
     for ids in (tokens(2, 7), tokens(2, 11)):
-        with pytest.raises(ValueError, match=rf"9 columns for {ids.shape[1]} tokens"), torch.no_grad():
+        with pytest.raises(ValueError, match=rf"9.*{ids.shape[1]}"), torch.no_grad():
             model(ids, attention_mask=mask)
 
 
@@ -321,7 +321,7 @@ def test_with_a_cache_a_padding_mask_has_columns_of_its_tokens_too(zoo: Zoo) -> 
     for columns in (mask, mask[:, 8:]):
         assert relative_error(last(columns), whole[:, 8:]) < EXACT
     for columns in (torch.cat([mask, mask[:, :1]], 1), mask[:, 9:]):
-        with pytest.raises(ValueError, match="columns for 4 tokens after 8 in the cache"):
+        with pytest.raises(ValueError, match=r"columns.*4.*8"):
             last(columns)
 
 
@@ -434,9 +434,9 @@ def test_bounds_count_through_all_rows(source: Path, tmp_path: Path) -> None:
     out = logits(model, ids, **by_bounds((7, 13, 20)))
     assert relative_error(out[:1], apart(model, ids[:1], (7, 13))) < EXACT
     assert relative_error(out[1:], logits(model, ids[1:])) < EXACT
-    with pytest.raises(ValueError, match=r"must end at 40 for 2 rows of 20 tokens.* It ends at 20"):
+    with pytest.raises(ValueError, match=r"40.*2.*20.*tokens.*20"):
         logits(model, ids, **by_bounds((7, 13)))
-    with pytest.raises(ValueError, match=r"seq_idx \[1, 12\] must be \[2,20\]"):
+    with pytest.raises(ValueError, match=r"seq_idx.*\[1.*12\].*\[2,20\]"):
         logits(model, ids, **by_numbers((5, 7)))
 
 
@@ -456,5 +456,5 @@ def test_images_place_named_documents_themselves(tmp_path: Path) -> None:
     Qwen2VLForConditionalGeneration._from_config(Qwen2VLConfig(**sizes)).save_pretrained(tmp_path / "source")
     model, ids = linear(tmp_path / "source", tmp_path, "gla"), tokens(1, 33) % 90
     assert relative_error(logits(model, ids, **by_bounds((13, 20))), apart(model, ids, (13, 20))) < EXACT
-    with pytest.raises(ValueError, match="with images, and no position_ids"):
+    with pytest.raises(ValueError, match="position_ids"):
         logits(model, ids, pixel_values=torch.zeros(4, 12), **by_bounds((13, 20)))

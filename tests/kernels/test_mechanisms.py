@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error, with_slow
+from conftest import TOLERANCE, relative_error
 from torch import Tensor
 
 from linearize.errors import LinearizeError
@@ -103,7 +103,7 @@ def same(ours: Tensor, reference: Tensor) -> bool:
 
 def test_there_are_mechanisms_and_an_unknown_one_is_told() -> None:
     assert "gsa" in mechanism_names()
-    with pytest.raises(LinearizeError, match=r"unknown mechanism 'gas'\. Did you mean 'gsa'"):
+    with pytest.raises(LinearizeError, match=r"'gas'.*'gsa'"):
         load_mechanism("gas")
 
 
@@ -247,18 +247,19 @@ def test_state_bytes_are_those_of_the_state(name: str, site: AttentionSite, vari
 
 @every_site
 @every_state
-@pytest.mark.parametrize("prefill", with_slow([1, 64, 67], 64))
-def test_prefill_then_decode_is_one_pass(name: str, site: AttentionSite, variant: str, prefill: int) -> None:
+def test_prefill_then_decode_is_one_pass(name: str, site: AttentionSite, variant: str) -> None:
+    """Single steps across the border of a chunk of 64, from it on, and within a chunk; then the rest in one pass."""
     mixer, inputs = make(name, site, variant), tokens(site, 90)
     whole, last = mix(mixer, inputs)
-    o, state = mix(mixer, cut(inputs, None, prefill))
-    outputs = [o]
-    for t in range(prefill, 80):
-        o, state = mix(mixer, cut(inputs, t, t + 1), state=state)
-        outputs.append(o)
-    o, state = mix(mixer, cut(inputs, 80, None), state=state)
-    assert same(torch.cat([*outputs, o], 1), whole)
-    assert all(same(a, b) for a, b in zip(parts(state), parts(last), strict=True))
+    for prefill, end in ((1, 66), (64, 66), (67, 69)):
+        o, state = mix(mixer, cut(inputs, None, prefill))
+        outputs = [o]
+        for t in range(prefill, end):
+            o, state = mix(mixer, cut(inputs, t, t + 1), state=state)
+            outputs.append(o)
+        o, state = mix(mixer, cut(inputs, end, None), state=state)
+        assert same(torch.cat([*outputs, o], 1), whole)
+        assert all(same(a, b) for a, b in zip(parts(state), parts(last), strict=True))
 
 
 @every_state
@@ -341,7 +342,7 @@ def test_it_sees_both_sides_or_says_that_it_looks_back(name: str, variant: str) 
         changed: Any = tuple(torch.cat([y[:, :-1], -y[:, -1:]], 1) for y in inputs)
         assert not torch.equal(mix(mixer, changed, causal=False)[0][:, 0], whole[:, 0])
     else:
-        with pytest.raises(ValueError, match=r"^a: called as bidirectional attention, and .* looks back only"):
+        with pytest.raises(ValueError, match=r"a.*bidirectional"):
             mix(mixer, inputs, causal=False)
         assert mix(mixer, cut(inputs, 0, 1), causal=False)[0].isfinite().all()
 

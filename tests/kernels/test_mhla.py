@@ -367,8 +367,8 @@ def test_a_decoder_may_be_bidirectional_and_an_encoder_not_back() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 48}, "block_size=48: must be a power of two"),
-        ({"window": 8, "rope": False}, "exact attention needs the rotary embedding"),
+        ({"block_size": 48}, "block_size=48"),
+        ({"window": 8, "rope": False}, r"attention.*embedding"),
     ],
 )
 def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str) -> None:
@@ -441,7 +441,7 @@ def test_a_conversion_with_the_gate_starts_nearly_without() -> None:
 
 
 def test_a_grid_of_one_block_is_refused() -> None:
-    with pytest.raises(LinearizeError, match="one block is plain linear attention"):
+    with pytest.raises(LinearizeError, match=r"linear.*attention"):
         mixer(causal=False, grid="patches", rows=1, columns=1)
 
 
@@ -449,7 +449,7 @@ def test_a_grid_of_one_block_is_refused() -> None:
     ("change", "message"),
     [
         *WRONG_SHAPES,
-        ({"w": torch.zeros(2, 3, 4)}, r"weights must be \[E,M,M\]"),
+        ({"w": torch.zeros(2, 3, 4)}, r"\[E,M,M\]"),
         ({"w": torch.zeros(2, 1, 1)}, "M >= 2"),
     ],
 )

@@ -121,12 +121,12 @@ def test_more_than_the_kernels_count_is_refused() -> None:
     rows = [y.expand(32768, -1, -1, -1) for y in (q, k, k)]
     places = place_line(q, 2, 2, (0, 0), None, None)
     long = [y[:, :1].expand(-1, 1 << 26, -1, -1) for y in (q, k, k)]
-    with pytest.raises(ValueError, match="67108864 tokens of 32 numbers exceed 32 bits"):
+    with pytest.raises(ValueError, match=r"67108864.*32.*32"):
         mhla_grid(*long, w, places, backend="triton")
-    with pytest.raises(ValueError, match="65536 rows of heads exceed a GPU's grid"):
+    with pytest.raises(ValueError, match=r"65536.*GPU's"):
         mhla(*rows, w, backend="triton")
     sequences = torch.arange(32769, dtype=torch.int32)
-    with pytest.raises(ValueError, match="65536 rows of heads exceed a GPU's grid"):
+    with pytest.raises(ValueError, match=r"65536.*GPU's"):
         mhla(q, k, k, w, cu_seqlens=sequences.clamp(max=4), backend="triton")
 
 

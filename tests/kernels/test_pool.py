@@ -160,11 +160,11 @@ def test_a_call_of_padding_alone_changes_nothing(run: str) -> None:
 def test_rows_that_fit_no_pool_are_refused() -> None:
     mixer = mixer_of("gla")
     given, state = inputs(2, 1), mixer(*inputs(4, 3), TokenLayout())[1]
-    with pytest.raises(ValueError, match="pass it as state"):
+    with pytest.raises(ValueError, match=r"pass.*state"):
         mixer(*given, TokenLayout(rows=torch.tensor([0, 1])), None)
-    with pytest.raises(ValueError, match="neither cu_seqlens nor segments"):
+    with pytest.raises(ValueError, match="cu_seqlens"):
         mixer(*given, TokenLayout(segments=torch.zeros(2, 1, dtype=torch.long), rows=torch.tensor([0, 1])), state)
-    with pytest.raises(ValueError, match=r"rows must be \[2\] integers, found \(3,\)"):
+    with pytest.raises(ValueError, match=r"\[2\].*integers.*\(3,\)"):
         mixer(*given, TokenLayout(rows=torch.tensor([0, 1, 2])), state)
 
 
@@ -173,12 +173,12 @@ def test_rows_beside_heads_that_keep_softmax_are_refused() -> None:
     mixer = build_mixer("gla", dataclasses.replace(SITE, softmax_groups=(1,)), resolve_options("gla", {}))
     mixer.reset_parameters()
     given, state = inputs(2, 1), mixer(*inputs(4, 3), TokenLayout())[1]
-    with pytest.raises(ValueError, match="a: the heads that keep softmax hold every token"):
+    with pytest.raises(ValueError, match=r"a.*softmax"):
         mixer(*given, TokenLayout(rows=torch.tensor([0, 1])), state)
 
 
 def test_rows_whose_numbers_are_not_dense_are_refused_by_the_kernels() -> None:
-    with pytest.raises(ValueError, match="each row of a pool of states must be dense"):
+    with pytest.raises(ValueError, match=r"states.*dense"):
         interpreted(step_in_a_turned_pool)
 
 

@@ -73,7 +73,7 @@ def command(*arguments: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=60)
 @given(st.sampled_from(sorted(ARCHITECTURES)), CHANGES, LAYERS)
 def test_any_config_is_planned_or_refused(
     tmp_path: Path, name: str, changes: dict[str, Any], layers: dict[str, Any]
@@ -85,7 +85,7 @@ def test_any_config_is_planned_or_refused(
     assert code == Exit.OK or re.search(r"^error: \S", told, re.MULTILINE), told
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=40)
 @given(st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_are_a_config_or_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "config.json").write_bytes(data)
@@ -93,7 +93,7 @@ def test_any_bytes_are_a_config_or_refused(tmp_path: Path, data: bytes) -> None:
     assert code == Exit.INCOMPATIBLE, told
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=25)
 @given(TEXT, TEXT, st.dictionaries(TEXT.filter(lambda key: "=" not in key and key), TEXT, max_size=2))
 def test_any_words_are_options_or_refused(tmp_path: Path, layers: str, keep: str, options: dict[str, str]) -> None:
     small_config("llama").save_pretrained(tmp_path)
@@ -165,7 +165,7 @@ def test_any_recipe_reads_back_or_its_mistakes_have_places(tmp_path: Path, tree:
 
 
 @pytest.mark.slow
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=25)
 @given(near_recipes())
 def test_any_recipe_is_planned_or_refused(tmp_path: Path, tree: dict[str, Any]) -> None:
     path = tmp_path / "recipe.yaml"

@@ -83,7 +83,7 @@ def test_slots_read_without_softmax(read: Any) -> None:
         literal, end = naive_gsa(q, k, v, g, read=read, **where)
         agree(o, literal, [q, k, v, g])
         assert all(torch.allclose(x, y) for x, y in zip(last, end, strict=True))
-    with pytest.raises(ValueError, match=f"cannot run here: slots are read by {read}"):
+    with pytest.raises(ValueError, match=rf"here.*{read}"):
         gsa(q, k, v, g, read=read, backend="triton")
     mixer = made("gsa", read=read, slots=5)
     given = inputs()
@@ -163,7 +163,7 @@ def test_the_exponential_to_first_order(causal: bool) -> None:
     q, k, v, _ = given
     literal = naive_la(q, k, v, a=1.0, b=8**-0.5, causal=causal)
     agree(mixer(*given, TokenLayout(causal=causal))[0], literal, [q, k, v])
-    with pytest.raises(LinearizeError, match="feature_map=taylor: a window shares the sum of weights"):
+    with pytest.raises(LinearizeError, match="feature_map=taylor"):
         made("la", feature_map="taylor", window=8)
 
 
@@ -240,7 +240,7 @@ def test_language_as_published() -> None:
     ours = mixer(*given, TokenLayout(rotation=rotation))[0]  # the norm is in fp32
     assert relative_error(ours.detach(), literal.detach()) < 1e-5
     assert mixer.drop_rope
-    with pytest.raises(LinearizeError, match=r"rope=after: products of rotated features .* Set normalise=false"):
+    with pytest.raises(LinearizeError, match=r"rope=after.*normalise=false"):
         made("mhla", rope="after")
 
 

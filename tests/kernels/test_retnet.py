@@ -80,11 +80,11 @@ def test_sequences_end_to_end_are_sequences_apart() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.zeros(2, 5, 2, 7)}, "equal B, T and key dim"),
-        ({"log_decay": torch.zeros(3)}, "state heads, and those query heads"),
-        ({"read_gate": torch.zeros(2, 5, 2)}, r"read_gate must be \[B,T,H\]"),
-        ({"write_gate": torch.zeros(2, 5, 4)}, r"write_gate must be \[B,T,E\]"),
-        ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding must be \[B,T\]"),
+        ({"k": torch.zeros(2, 5, 2, 7)}, r"equal.*dim"),
+        ({"log_decay": torch.zeros(3)}, r"heads.*query.*heads"),
+        ({"read_gate": torch.zeros(2, 5, 2)}, r"read_gate.*\[B,T,H\]"),
+        ({"write_gate": torch.zeros(2, 5, 4)}, r"write_gate.*\[B,T,E\]"),
+        ({"padding": torch.ones(2, 4, dtype=torch.bool)}, r"padding.*\[B,T\]"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens needs B=1"),
     ],
 )
@@ -158,8 +158,8 @@ def test_calibration_fits_the_size_by_least_squares() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_size": 48}, "chunk_size=48: must be a power of two"),
-        ({"half_life_min": 50.0, "half_life_max": 20.0}, r"half_life_max=20\.0: must be >= half_life_min=50\.0"),
+        ({"chunk_size": 48}, "chunk_size=48"),
+        ({"half_life_min": 50.0, "half_life_max": 20.0}, r"half_life_max=20\.0.*>=.*half_life_min=50\.0"),
         ({"window": 16, "rope": False}, "set rope=true"),
     ],
 )

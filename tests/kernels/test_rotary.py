@@ -189,7 +189,7 @@ def test_what_rope_was_means_what_it_did(old: Any, new: str) -> None:
     for mechanism in (*MOVED, "sla"):
         assert resolve_options(mechanism, {"rope": old})["rope"] == new
     assert resolve_options("gsa", {"rope": "false"})["rope"] is False
-    with pytest.raises(LinearizeError, match="rope=maybe: must be one of auto, before, after, off"):
+    with pytest.raises(LinearizeError, match="rope=maybe"):
         resolve_options("gla", {"rope": "maybe"})
 
 
@@ -197,6 +197,6 @@ def test_what_rope_was_means_what_it_did(old: Any, new: str) -> None:
 def test_a_window_refuses_what_takes_its_rotation(mechanism: str) -> None:
     site = probe(small_config("llama"), LlamaForCausalLM).sites[0]
     for rope in ("after", "off"):
-        with pytest.raises(LinearizeError, match="window=8: exact attention needs the rotary embedding"):
+        with pytest.raises(LinearizeError, match="window=8"):
             build_mixer(mechanism, site, resolve_options(mechanism, {"window": 8, "rope": rope}))
     assert not build_mixer(mechanism, site, resolve_options(mechanism, {"window": 8})).drop_rope

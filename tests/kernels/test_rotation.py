@@ -50,10 +50,10 @@ def test_a_rotation_under_another_name_is_refused() -> None:
     found = probe(small_config("llama"), OwnModel)
     assert found.fixed_rotation == tuple(f"model.layers.{number}.self_attn.inner" for number in range(4))
     check_rotation(found, make_steps(list(found.sites), "gsa", {"slots": 8}))
-    with pytest.raises(LinearizeError, match="rope=false: Renamed at layers 0-3 is not given its rotation") as caught:
+    with pytest.raises(LinearizeError, match=r"rope=false.*0-3") as caught:
         check_rotation(found, make_steps(list(found.sites), "gsa", WITHOUT))
     assert caught.value.code == Exit.INCOMPATIBLE
-    with pytest.raises(LinearizeError, match=r"mamba2 without a rotary embedding: Renamed .* Choose another mechanism"):
+    with pytest.raises(LinearizeError, match=r"mamba2.*embedding"):
         check_rotation(found, make_steps(list(found.sites), "mamba2", {}))
 
 
@@ -70,7 +70,7 @@ def test_a_rotation_that_is_made_from_positions_is_not_moved(name: str) -> None:
     found = probe(GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), GPTJForCausalLM)
     assert not found.fixed_rotation
     steps = make_steps(list(found.sites), name, {"faithful": True})
-    with pytest.raises(LinearizeError, match=r"rope=after: GPTJAttention .* taken away or moved. Set rope=before"):
+    with pytest.raises(LinearizeError, match=r"rope=after.*GPTJAttention.*rope=before"):
         check_rotation(found, steps)
     for rope in ("before", "off"):
         check_rotation(found, make_steps(list(found.sites), name, {"faithful": True, "rope": rope}))

@@ -78,7 +78,7 @@ def test_shapes_that_do_not_fit_are_told(name: str) -> None:
     given = inputs()
     with pytest.raises(ValueError, match=f"{'must be'}.*found"):
         saga(**given | {name: given[name][..., :-1] if name != "v" else given[name][:, :-1]})
-    with pytest.raises(ValueError, match="key heads must divide query heads"):
+    with pytest.raises(ValueError, match=r"heads.*divide.*heads"):
         saga(**inputs(H=3))
 
 

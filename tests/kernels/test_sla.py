@@ -195,16 +195,16 @@ def test_options_are_those_of_the_base_as_well(base: str) -> None:
 
 
 def test_options_of_another_base_are_told() -> None:
-    with pytest.raises(LinearizeError, match=r"gate_rank: sla over retnet has no such option\. It belongs to base=gla"):
+    with pytest.raises(LinearizeError, match=r"gate_rank.*sla.*retnet.*base=gla"):
         resolve_options("sla", {"base": "retnet", "gate_rank": 8})
-    with pytest.raises(LinearizeError, match=r"gate_rnk: sla over gla has no such option\. Did you mean 'gate_rank'"):
+    with pytest.raises(LinearizeError, match=r"gate_rnk.*sla.*gla.*'gate_rank'"):
         resolve_options("sla", {"gate_rnk": 8})
-    with pytest.raises(LinearizeError, match=r"base=glaa: must be one of retnet, gla"):
+    with pytest.raises(LinearizeError, match=r"base=glaa.*retnet.*gla"):
         resolve_options("sla", {"base": "glaa"})
 
 
 def test_options_that_do_not_fit_are_told() -> None:
     with pytest.raises(LinearizeError, match="set rope=true"):
         make("sla", window=8, rope=False)
-    with pytest.raises(LinearizeError, match="chunk_size=48: must be a power of two"):
+    with pytest.raises(LinearizeError, match="chunk_size=48"):
         make("sla", base="retnet", chunk_size=48)

@@ -300,20 +300,20 @@ def test_a_window_as_long_as_the_text_is_the_teacher(zoo: Zoo) -> None:
 )
 def test_a_window_needs_rotary_embedding(name: str) -> None:
     site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
-    with pytest.raises(LinearizeError, match="window=8: exact attention needs the rotary embedding; set rope=true"):
+    with pytest.raises(LinearizeError, match=r"window=8.*rope=true"):
         build_mixer(name, site, resolve_options(name, {"window": 8, "rope": False}))
 
 
 @pytest.mark.parametrize("name", ["gsa", "sla"])
 def test_a_sink_needs_a_window(name: str) -> None:
     site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
-    with pytest.raises(LinearizeError, match="sink=4: first tokens stay exact beside a window; set window too"):
+    with pytest.raises(LinearizeError, match="sink=4"):
         build_mixer(name, site, resolve_options(name, {"sink": 4}))
 
 
 def test_a_window_looks_back_only() -> None:
     site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=False)
-    with pytest.raises(LinearizeError, match="window=8: this attention is bidirectional"):
+    with pytest.raises(LinearizeError, match="window=8"):
         build_mixer("la", site, resolve_options("la", {"window": 8}))
 
 

@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from conftest import Command
+from conftest import Command, holds
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants, metadata_load
 from training import base, byte_tokenizer, text
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
@@ -125,18 +125,18 @@ def test_tasks_that_cannot_be_run(linearize: Command, folder: Path, tmp_path: Pa
     damaged = task(tmp_path, "damaged", test_split="nothing")
     gone = task(tmp_path, "gone", dataset_kwargs={"data_files": {"test": "no/rows.jsonl"}})
     for names, code, message in (
-        ("arc_esy", Exit.USAGE, "no such task. Did you mean 'arc_easy'?"),
-        ("zzz_*", Exit.USAGE, "no such task. lm_eval ls tasks lists them"),
-        (" , ", Exit.USAGE, "--tasks names no task"),
-        (tmp_path / "unsaef.yaml", Exit.USAGE, "/unsafe.yaml'? A task of your own needs no Hub"),
-        (unsafe, Exit.USAGE, "it runs code that the model wrote"),
-        (images, Exit.INCOMPATIBLE, "it asks about images"),
-        (gone, Exit.USAGE, "no/rows.jsonl'. Relative paths of data files begin at the working directory"),
-        (damaged, Exit.USAGE, "lm-evaluation-harness cannot load them"),
-        ("hellaswa[g]", Exit.HUB, "offline: the data of hellaswa[g] are not in the cache"),
+        ("arc_esy", Exit.USAGE, ("'arc_easy'",)),
+        ("zzz_*", Exit.USAGE, ("lm_eval",)),
+        (" , ", Exit.USAGE, ("--tasks",)),
+        (tmp_path / "unsaef.yaml", Exit.USAGE, ("/unsafe.yaml'",)),
+        (unsafe, Exit.USAGE, ("model", "wrote")),
+        (images, Exit.INCOMPATIBLE, ("about", "images")),
+        (gone, Exit.USAGE, ("no/rows.jsonl'",)),
+        (damaged, Exit.USAGE, ("lm-evaluation-harness", "cannot")),
+        ("hellaswa[g]", Exit.HUB, ("offline", "hellaswa[g]")),
     ):
         found, _, err = linearize("eval", folder, "--tasks", names)
-        assert (found, message in err) == (code, True), err
+        assert (found, holds(err, *message)) == (code, True), err
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no route"), OSError("no such dataset")], ids=["network", "data"])
@@ -168,7 +168,7 @@ def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tasks, "unanswered", away)
     found = SimpleNamespace(all_tasks=["arc_easy"], match_tasks=list, load=load)
     monkeypatch.setattr(tasks, "index", lambda: found)
-    with pytest.raises(LinearizeError, match=r"no route to host.* A task of your own") as told:
+    with pytest.raises(LinearizeError, match=r"route.*your") as told:
         tasks.find_tasks("arc_easy", 1024, None, None)
     assert told.value.code == Exit.HUB
     assert asked == [tasks.ASKED]
@@ -184,8 +184,8 @@ def test_a_data_file_of_ones_own_that_is_not_there_is_named(tmp_path: Path) -> N
     with pytest.raises(LinearizeError, match=words) as told, tasks.task_errors("arc_easy, own.yaml"):
         raise gone
     assert told.value.code == Exit.USAGE
-    assert f"begin at the working directory, {Path.cwd()}" in told.value.message
-    with pytest.raises(LinearizeError, match="A task of your own") as told, tasks.task_errors("arc_easy"):
+    assert holds(told.value.message, f"{Path.cwd()}")
+    with pytest.raises(LinearizeError, match=r"task.*your") as told, tasks.task_errors("arc_easy"):
         raise gone
     assert told.value.code == Exit.HUB
 
@@ -206,13 +206,13 @@ def test_a_task_that_fails_while_it_runs(
     rows = [ROWS[0], {**ROWS[1], "q": "a b"}]  # the harness tries the first when it loads a task
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     code, _, err = linearize("eval", folder, "--tasks", short)
-    assert (code, "--tasks short: it fails on its rows (UndefinedError: " in err) == (Exit.USAGE, True), err
+    assert (code, holds(err, "--tasks", "short", "UndefinedError")) == (Exit.USAGE, True), err
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     whole = task(tmp_path)
     with monkeypatch.context() as patched:  # as of a prompt of spaces alone, with some tokenizers
         patched.setattr("lm_eval.models.huggingface.HFLM._encode_pair", lambda *given: ([], [1]))
         code, _, err = linearize("eval", folder, "--tasks", whole)
-    assert (code, "--tasks words: it fails on its rows (AssertionError: assert " in err) == (Exit.USAGE, True), err
+    assert (code, holds(err, "--tasks", "words", "AssertionError")) == (Exit.USAGE, True), err
 
     def fails(error: Exception) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -235,14 +235,14 @@ def test_a_task_that_fails_while_it_runs(
 
 def test_what_goes_with_tasks(linearize: Command, folder: Path, tmp_path: Path) -> None:
     for options, message in (
-        (("--tasks", "arc_easy", "--trials", "2"), "--trials: with --tasks"),
-        (("--tasks", "arc_easy", "--recipe", "gsa"), "only a run says what its teacher is. Leave it out"),
-        (("--tasks", "arc_easy", "data.eval=null"), "recipe values choose a text"),
-        (("--limit", "3", "--teacher", folder), "--limit: only --tasks"),
-        (("--few-shot", "0", "--teacher", folder), "--few-shot: only --tasks"),
+        (("--tasks", "arc_easy", "--trials", "2"), ("--trials", "--tasks")),
+        (("--tasks", "arc_easy", "--recipe", "gsa"), ("teacher", "Leave")),
+        (("--tasks", "arc_easy", "data.eval=null"), ("values", "choose")),
+        (("--limit", "3", "--teacher", folder), ("--limit", "--tasks")),
+        (("--few-shot", "0", "--teacher", folder), ("--few-shot", "--tasks")),
     ):
         code, _, err = linearize("eval", folder, *options)
-        assert (code, message in err) == (Exit.USAGE, True), err
+        assert (code, holds(err, *message)) == (Exit.USAGE, True), err
     code, _, err = linearize("eval", folder, "--tasks", task(tmp_path), "--teacher", tmp_path / "nobody")
     assert (code, "no such folder" in err) == (Exit.INCOMPATIBLE, True), err
     config = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
@@ -346,12 +346,12 @@ def test_a_run_has_its_results_beside_its_model(linearize: Command, folder: Path
             code, _, err = linearize("push", final, "user/repo", "--dry-run", "--eval", run / "tasks.json")
             assert (code, reason in err) == (Exit.USAGE, True), err
     code, _, err = linearize("push", run / "finl", "user/repo", "--dry-run")  # it has no weights to compare with
-    assert (code, f"no such folder '{run}/finl'. Did you mean '{final}'?" in err) == (Exit.INCOMPATIBLE, True), err
+    assert (code, holds(err, f"'{run}/finl'", f"'{final}'")) == (Exit.INCOMPATIBLE, True), err
     for wrong in ("{}", '{"student": "x", "tasks": [{}]}', "[]", '{"tasks": []}'):
         (tmp_path / "wrong.json").write_text(wrong)
         with pytest.raises(LinearizeError, match="is damaged"):
             results_of(final, tmp_path / "wrong.json")
-    with pytest.raises(LinearizeError, match=rf"Did you mean '{tmp_path}/wrong\.json'"):
+    with pytest.raises(LinearizeError, match=rf"'{tmp_path}/wrong\.json'"):
         results_of(final, tmp_path / "worng.json")
 
 
@@ -374,4 +374,4 @@ def test_a_report_is_about_other_measures(linearize: Command, tmp_path: Path) ->
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "eval.json").write_text(json.dumps({"student": "x", "tasks": []}))
     code, _, err = linearize("report", tmp_path)
-    assert (code, "which linearize push puts into the card" in err) == (Exit.USAGE, True), err
+    assert (code, holds(err, "linearize", "push")) == (Exit.USAGE, True), err

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from linearize.checkpoint.atomic import write_result
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.page import charts
+from linearize.page import charts, drawing
 from linearize.page import html as page_html
 from linearize.page.drawing import COLOURS, Drawing, stacked
 from linearize.page.record import read_run
@@ -289,9 +289,10 @@ def test_needles_that_the_teacher_does_not_find_compare_nothing(run: Path) -> No
     assert told in Page(report_page(read_run(run))).words
 
 
-def test_pictures_are_png_files_with_something_on_them(run: Path) -> None:
+def test_pictures_are_png_files_with_something_on_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import Image
 
+    monkeypatch.setattr(drawing, "SCALE", 2)
     found = card_pictures(read_run(run))
     assert [name.removesuffix(".png") for name in found] == DRAWN
     for name, (data, about) in found.items():

@@ -13,7 +13,7 @@ import clean_env
 import pytest
 import torch
 import transformers
-from conftest import TOLERANCE, relative_error, with_slow
+from conftest import TOLERANCE, relative_error
 from models import HYBRID, SMALL, Zoo, convert_folder, load, logits, source_with_mixers, tokens
 
 from linearize_kernels.hf.attention_hooks import mixers_of
@@ -53,7 +53,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 # What some of them lose, by consent.
 ALLOW = {"falcon alibi": ["alibi"], "bloom": ["alibi"], "mpt": ["position_bias"]}
 each_variant = pytest.mark.parametrize("name", VARIANTS)
-each = pytest.mark.parametrize("layers", with_slow(["all", HYBRID], "all"))  # a hybrid has both kinds
 
 
 def original(name: str) -> Any:
@@ -95,12 +94,12 @@ def left_padded(length: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens(2, length), mask
 
 
-@each
 @each_variant
-def test_the_result_is_the_source_with_mixers_in_the_chosen_layers(folders: Folders, name: str, layers: str) -> None:
-    source, folder = folders(name, layers)
+def test_the_result_is_the_source_with_mixers_in_the_chosen_layers(folders: Folders, name: str) -> None:
+    """Of a hybrid, here and below: it has both kinds of layers."""
+    source, folder = folders(name, HYBRID)
     model, native = load(folder), original(name)
-    assert [m.site.layer for m in mixers_of(model).values()] == ([0, 1, 2, 3] if layers == "all" else [0, 2])
+    assert [m.site.layer for m in mixers_of(model).values()] == [0, 2]
     ids, mask = left_padded()
     softmax = logits(native, ids, attention_mask=mask)
     linear = logits(model, ids, attention_mask=mask)
@@ -132,10 +131,9 @@ def test_it_compiles_around_the_captured_modules(folders: Folders, name: str, ba
         assert relative_error(logits(compiled, ids, attention_mask=mask), softmax) < EXACT
 
 
-@each
 @each_variant
-def test_padding_and_a_cache_change_nothing(folders: Folders, name: str, layers: str) -> None:
-    model = load(folders(name, layers)[1])
+def test_padding_and_a_cache_change_nothing(folders: Folders, name: str) -> None:
+    model = load(folders(name, HYBRID)[1])
     ids, mask = left_padded()
     places = {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)} if takes_positions(model) else {}
     whole = logits(model, ids, attention_mask=mask, **places)
@@ -157,10 +155,9 @@ def takes_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
-@each
 @each_variant
-def test_generation(folders: Folders, name: str, layers: str) -> None:
-    model = load(folders(name, layers)[1])
+def test_generation(folders: Folders, name: str) -> None:
+    model = load(folders(name, HYBRID)[1])
     ids, mask = left_padded(12)
     ask: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     for beams in (1, 3):
@@ -169,14 +166,11 @@ def test_generation(folders: Folders, name: str, layers: str) -> None:
         assert torch.equal(both, model.generate(ids, attention_mask=mask, num_beams=beams, use_cache=False, **ask))
 
 
-@each
 @each_variant
-def test_gradients_reach_mixers_and_projections_with_and_without_checkpointing(
-    folders: Folders, name: str, layers: str
-) -> None:
+def test_gradients_reach_mixers_and_projections_with_and_without_checkpointing(folders: Folders, name: str) -> None:
     found = []
     for checkpointing in (False, True):
-        model = load(folders(name, layers)[1])
+        model = load(folders(name, HYBRID)[1])
         if checkpointing:
             model.gradient_checkpointing_enable()
         model.train()

@@ -72,11 +72,11 @@ def test_layers_that_are_linear_already_are_named_and_kept(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("mamba", "no attention found: MambaForCausalLM .* Attention-like modules seen: MambaMixer"),
-        ("rwkv", "no attention found: RwkvForCausalLM .* seen: RwkvSelfAttention"),
-        ("diffllama", r"layers\.0\.self_attn is DiffLlamaAttention: calls attention 2 times in a forward pass"),
-        ("falcon_h1", r"FalconH1Attention: uses a cache layer of type LinearAttentionAndFullAttentionLayer"),
-        ("deepseek_v32", r"DeepseekV32Attention: uses a cache layer of type DynamicIndexedLayer"),
+        ("mamba", r"found.*MambaForCausalLM.*seen.*MambaMixer"),
+        ("rwkv", r"found.*RwkvForCausalLM.*seen.*RwkvSelfAttention"),
+        ("diffllama", r"layers\.0\.self_attn.*DiffLlamaAttention.*2"),
+        ("falcon_h1", r"FalconH1Attention.*LinearAttentionAndFullAttentionLayer"),
+        ("deepseek_v32", r"DeepseekV32Attention.*DynamicIndexedLayer"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, model_type: str, message: str) -> None:

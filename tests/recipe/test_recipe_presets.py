@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Command, with_slow
+from conftest import Command, holds, with_slow
 from models import small_model
 from training import BASES, VOCAB, T, byte_tokenizer, make_recipe, metrics, stage, train, write_data
 from training import base as converted
@@ -100,6 +100,16 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
 QUICK = ("gsa-window",)
 
 
+def kinds_of(preset: Preset) -> tuple[Any, ...]:
+    """What training can tell apart, on bases that are converted the same way: the data and the kinds of stages."""
+    stages = load_recipe(preset.path, ["model.base=demo"]).stages
+    return of_images(preset), *((one.kind, tuple(one.train)) for one in stages)
+
+
+# One preset of each kind of run, a quick one where there is one.
+TRAINED = {kinds_of(preset): preset.name for preset in sorted(PRESETS, key=lambda preset: preset.name in QUICK)}
+
+
 @pytest.mark.parametrize(
     "preset",
     with_slow(PRESETS, *(preset for preset in PRESETS if preset.name not in QUICK)),
@@ -108,7 +118,8 @@ QUICK = ("gsa-window",)
 def test_a_preset_is_planned_and_trains(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, preset: Preset
 ) -> None:
-    """By name, on a base and text given as overrides: files there start at the working directory."""
+    """By name, on a base and text given as overrides: files there start at the working directory. All are planned, one
+    of each kind trains."""
     monkeypatch.chdir(place)
     command = ("finetune", preset.name, *tiny(preset, place), "--max-steps", "1", "--json")
     code, out, err = linearize(*command, "--dry-run")
@@ -116,6 +127,8 @@ def test_a_preset_is_planned_and_trains(
     planned = json.loads(out)["stages"]
     assert all(plan["parameters"] > 0 for plan in planned)
     assert not (place / preset.name).exists()
+    if preset.name not in TRAINED.values():
+        return
     # The conversion is planned above; made once for all, since each ends with a clean process.
     ready = ["finish.verify=false"]
     ready += ["convert=null", f"model.base={converted(place, 'llama')}"] if source_of(preset) == "source" else []
@@ -245,9 +258,7 @@ def test_what_a_preset_lacks_is_told_without_a_place_in_the_package(tmp_path: Pa
     add = "add model.base=MODEL (or copy the preset: linearize recipes cp hybrid mine.yaml)"
     assert refused.value.message == f"hybrid names no model: {add}"
     copy("hybrid", tmp_path / "mine.yaml")
-    with pytest.raises(
-        LinearizeError, match=r"/mine\.yaml:\d+:\d+ model\.base: missing; set it in the file or with mod"
-    ):
+    with pytest.raises(LinearizeError, match=r"/mine\.yaml:\d+:\d+.*model\.base"):
         load_recipe(tmp_path / "mine.yaml")
 
 
@@ -262,7 +273,7 @@ def test_the_options_of_another_mechanism_are_replaced_together(mechanism: str, 
     assert begin.startswith(f"preset hybrid: convert.options: {mechanism} does not take slots, ")
     options = load_recipe("hybrid", [*given, override.strip("'")]).convert.options
     assert (options["window"], options["sink"], "slots" in options) == (64, 1, False)
-    with pytest.raises(LinearizeError, match=r"override 'convert.options.slots=3': .* has no such option"):
+    with pytest.raises(LinearizeError, match=r"'convert.options.slots=3'"):
         load_recipe("hybrid", [*given, "convert.options={}", "convert.options.slots=3"])
 
 
@@ -302,7 +313,7 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         assert linearize("recipes", "show", preset.name) == (0, preset.path.read_text("utf-8"), "")
     code, out, err = linearize("recipes", "show", "lolcat-style")
     assert (code, out) == (Exit.USAGE, "")
-    assert "no preset 'lolcat-style'. Did you mean 'lolcats-style'?" in err
+    assert holds(err, "'lolcat-style'", "'lolcats-style'")
 
 
 def test_a_preset_is_copied_and_nothing_is_overwritten(
@@ -377,7 +388,7 @@ def test_mistakes_are_coloured_as_other_errors(
     monkeypatch.setattr("linearize.commands.recipes.say_error", lambda where, message: told.append(message))
     (tmp_path / "bad.yaml").write_text("seed: x")
     assert linearize("recipes", "validate", tmp_path / "bad.yaml")[0] == Exit.USAGE
-    assert "seed: must be a whole number" in told[0]
+    assert holds(told[0], "seed")
 
 
 def test_every_mistake_of_every_file_is_told(linearize: Command, tmp_path: Path) -> None:
@@ -392,12 +403,12 @@ def test_every_mistake_of_every_file_is_told(linearize: Command, tmp_path: Path)
     assert told[0] == f"{good}: fine"
     assert told[1].startswith(f"error: {bad}:{line['seed']}:7 seed: must be a whole number")
     assert told[2].startswith(f"{bad}:")
-    assert "needs exactly one of tokens" in told[2]
+    assert holds(told[2], "exactly", "tokens")
     assert told[3] == "gsa-t2r: fine"
     code, out, _ = linearize("recipes", "validate", bad, "--set", "seed=1", "--set", "stages[0].steps=3", "--json")
     assert code == Exit.USAGE
     (mistake,) = json.loads(out)["mistakes"][str(bad)]
-    assert "slot: gsa has no such option" in mistake
+    assert holds(mistake, "slot", "gsa")
     assert linearize("recipes", "validate", good)[0] == 0
 
 
@@ -410,10 +421,10 @@ def test_the_schema_is_printed(linearize: Command) -> None:
 def test_a_recipe_is_a_file_or_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert recipe_path("demo").name == "demo.yaml"
-    with pytest.raises(LinearizeError, match=r"no preset of that name\. Did you mean 'demo'\?"):
+    with pytest.raises(LinearizeError, match="'demo'"):
         recipe_path("deom")
     Path("mine.yaml").write_text("")
-    with pytest.raises(LinearizeError, match=r"Did you mean 'mine\.yaml'\?"):
+    with pytest.raises(LinearizeError, match=r"'mine\.yaml'"):
         recipe_path("mine")
     Path("demo").write_text("")
     assert recipe_path("demo") == Path("demo")  # a file comes first
@@ -425,7 +436,7 @@ def test_a_recipe_is_a_file_or_a_preset(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_hint_after_a_copy_has_the_key_that_lacks(linearize: Command, tmp_path: Path, name: str, key: str) -> None:
     target = tmp_path / "mine.yaml"
     code, _, err = linearize("recipes", "cp", name, str(target))
-    assert (code, f"Next: linearize finetune {target}{key} --dry-run" in err.replace("\n", "")) == (0, True), err
+    assert (code, holds(err.replace("\n", ""), "Next", "linearize", f"{target}{key}", "--dry-run")) == (0, True), err
 
 
 def test_the_table_of_stages_fits_a_terminal(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conftest import holds
 from models import copied
 
 from linearize.errors import Exit, LinearizeError
@@ -39,9 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_the_first_server_that_is_installed_is_chosen(installed: list[str]) -> None:
-    with pytest.raises(
-        LinearizeError, match=r"no server is installed.*\[vllm\]\" \(many.*transformers\[serving\]"
-    ) as none:
+    with pytest.raises(LinearizeError, match=r"installed.*\[vllm\]\".*many.*transformers\[serving\]") as none:
         start.choose("auto")
     assert none.value.code == Exit.RESOURCE
     installed += ["transformers"]
@@ -61,7 +60,7 @@ def test_an_address_that_is_taken_is_refused_before_the_model_is_read(
             code, _, err = linearize("serve", "absent", *words)
             assert code == Exit.RESOURCE
             assert f"127.0.0.1, port {port}: " in err
-            assert "already in use. Choose another with --port, or --host" in " ".join(err.split())
+            assert holds(err, "--port", "--host")
     start.check_address("127.0.0.1", str(port))
     assert started == []
 
@@ -83,10 +82,10 @@ def test_what_the_server_of_transformers_lacks_is_named(monkeypatch: pytest.Monk
 
 def test_a_server_that_is_absent_or_unknown_is_refused(installed: list[str]) -> None:
     installed += ["transformers"]
-    with pytest.raises(LinearizeError, match=r"--server vllm: it is not installed. Install one: pip install") as absent:
+    with pytest.raises(LinearizeError, match=r"--server.*vllm.*one") as absent:
         start.choose("vllm")
     assert absent.value.code == Exit.RESOURCE
-    with pytest.raises(LinearizeError, match=r"--server vlm: .* Did you mean 'vllm'") as unknown:
+    with pytest.raises(LinearizeError, match=r"--server.*vlm.*'vllm'") as unknown:
         start.choose("vlm")
     assert unknown.value.code == Exit.USAGE
 
@@ -182,7 +181,7 @@ def test_a_model_that_is_not_converted_is_refused(linearize: Command, zoo: Zoo, 
     installed += ["vllm"]
     code, _, message = linearize("serve", str(source))
     assert code == Exit.INCOMPATIBLE
-    assert "is not linearized. Serve it without linearize: vllm serve, or transformers serve" in message
+    assert holds(message, "linearize", "vllm", "transformers")
 
 
 def test_code_that_linearize_did_not_write_needs_trust(
@@ -212,7 +211,7 @@ def test_what_vllm_cannot_run_is_told_with_the_other_server(
     installed += ["vllm"]
     code, _, message = linearize("serve", str(zoo.folders("llama")[1]))
     assert code == Exit.INCOMPATIBLE
-    assert "LinearizedLlamaConfig computes softmax in its own code. Or add --server transformers" in message
+    assert holds(message, "LinearizedLlamaConfig", "--server", "transformers")
 
 
 def test_the_class_of_a_folder_is_put_where_transformers_serve_looks(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,6 @@ def test_doctor_counts_what_it_imports() -> None:
 @pytest.mark.parametrize(
     ("changes", "labels"),
     [
-        ([], ["estimate"]),
         # On a card that is small, batch and optimizer are tried first, and then what makes the recipe fit.
         (["--gpu", "tiny"], ["trying batch and optimizer", "looking for what fits", "estimate"]),
         (["--measure"], ["estimate", "measuring"]),

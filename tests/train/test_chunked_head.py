@@ -86,7 +86,7 @@ def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
 def test_shards_of_deepspeed_are_refused(root: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new", loss={"chunk_size": 8}))
     check_divided(recipe, zero=False)
-    with pytest.raises(LinearizeError, match=r"loss\.chunk_size does not know DeepSpeed's shards.*--use_fsdp"):
+    with pytest.raises(LinearizeError, match=r"loss\.chunk_size.*DeepSpeed's.*--use_fsdp"):
         check_divided(recipe, zero=True)
 
 

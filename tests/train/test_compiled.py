@@ -50,11 +50,9 @@ def near(first: Path, second: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "options", "one", "checkpointing"),
     [
-        pytest.param("all", {}, KL, True, id="all weights"),
-        pytest.param("all", {}, KL, False, id="stored activations"),
         pytest.param("1", {"window": 8, "sink": 1}, stage("logit_kl", ["mixer"]), True, id="hybrid"),
-        pytest.param("all", {}, stage("logit_kl", ["new", "lora"]), True, id="lora"),
-        pytest.param("all", {}, stage("sft", "all"), True, id="sft"),
+        pytest.param("all", {}, stage("logit_kl", ["new", "lora"]), False, id="lora, stored activations"),
+        pytest.param("all", {}, stage("sft", "all"), True, id="sft of all weights"),
     ],
 )
 def test_it_is_the_same_run(
@@ -90,13 +88,11 @@ def test_layers_that_are_alike_share_one_compilation(tmp_path: Path, graphs: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mechanism", "faithful"),
-    [*((name, False) for name in ("gdn", "gla", "gsa", "la", "mhla", "retnet", "sla")), ("mhla", True)],
-)
-def test_every_mechanism_can_be_compiled(tmp_path: Path, graphs: Any, mechanism: str, faithful: bool) -> None:
-    """Rows of one document and of two, which MHLA counts outside of a graph. torch 2.11 found fault with that."""
-    small_model("llama").save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize(("mechanism", "faithful"), [("gdn", False), ("gsa", False), ("sla", False), ("mhla", True)])
+def test_documents_can_be_compiled(tmp_path: Path, graphs: Any, mechanism: str, faithful: bool) -> None:
+    """Rows of one document and of two, which MHLA counts outside of a graph: torch 2.11 found fault with that. Each
+    mechanism by itself is compiled in tests/kernels/test_mechanisms.py."""
+    small_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     options = {"faithful": True} if faithful else {}
     api.convert(tmp_path / "model", mechanism, tmp_path / "linear", options=options, verify="none")

@@ -84,11 +84,11 @@ def test_a_model_with_a_rate_of_its_own_or_without_layers_is_refused(
     check_model(model, recipe)
     with monkeypatch.context() as change:
         change.setattr("linearize.train.session.layers_of", lambda model: [])
-        with pytest.raises(LinearizeError, match="has no layers that drop_path could leave out") as caught:
+        with pytest.raises(LinearizeError, match="drop_path") as caught:
             check_model(model, recipe)
     assert caught.value.code == Exit.INCOMPATIBLE
     model.config.drop_path_rate = 0.2
-    with pytest.raises(LinearizeError, match=r"the drop_path_rate in its config is 0\.2\. Set drop_path to 0"):
+    with pytest.raises(LinearizeError, match=r"drop_path_rate.*0\.2.*drop_path.*0"):
         check_model(model, recipe)
 
 

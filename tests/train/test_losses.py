@@ -249,7 +249,7 @@ def test_low_precision_logits_are_reduced_in_float32(name: str) -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 5, 11\), \(2, 5, 10\)"):
+    with pytest.raises(ValueError, match=r"2.*5.*11.*2.*5.*10"):
         logit_kl(logits(0), logits(0)[..., 1:], some_valid())
     with pytest.raises(ValueError, match="targets"):
         next_token_ce(logits(0), torch.zeros(B, T + 1, dtype=torch.int64))

@@ -66,5 +66,5 @@ def test_an_estimate_counts_them_in_the_host(root: Path, tmp_path: Path, monkeyp
 
 
 def test_it_needs_checkpointing(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(LinearizeError, match="offload_activations: needs gradient_checkpointing: true"):
+    with pytest.raises(LinearizeError, match=r"offload_activations.*gradient_checkpointing"):
         make_recipe(tmp_path, base(root, "llama"), KL, runtime={"device": "cpu", "offload_activations": True})

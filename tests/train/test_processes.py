@@ -86,13 +86,6 @@ def json_rest(folder: Path) -> dict[str, Any]:
     return {key: values[key] for key in ("data", "checkpoint", "eval", "runtime")}
 
 
-def launch(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Two processes of a script or a module, as a launcher of torch starts them; accelerate's sets the same."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += map(str, arguments)
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
-
-
 def together(forks: Forks, *arguments: Any, script: str = "", environment: Mapping[str, str] = FSDP) -> list[Done]:
     """Two processes with FSDP, or other settings, and the variables that a launcher sets."""
     with socket.socket() as free:
@@ -126,11 +119,11 @@ def assert_same_run(folder: Path, one: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Path) -> None:
-    done = launch(*FINETUNE, recipe_in(tmp_path, model, 1, 2))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 1  # one of them speaks
-    assert done.stderr.count("held-out perplexity of") + done.stderr.count("saved ") == 1
+def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Path, forks: Forks) -> None:
+    """With DDP, on one node; the next test has torch's own launcher."""
+    ended = together(forks, "finetune", recipe_in(tmp_path, model, 1, 2), "--json", environment={})
+    assert [done.code for done in ended] == [0, 0], ended
+    assert sorted('"stages"' in done.output for done in ended) == [False, True]  # one of them speaks
     assert_same_run(tmp_path, one)
 
 
@@ -263,13 +256,11 @@ cli.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "parts"), [("llama", ["all"]), ("qwen3", ["all"]), ("qwen3", ["new", "lora"])], ids=str
-)
+@pytest.mark.parametrize(("name", "parts"), [("llama", ["all"]), ("qwen3", ["new", "lora"])], ids=str)
 def test_shards_make_the_logits_of_some_tokens_at_a_time(
     name: str, parts: list[str], model: Path, tmp_path: Path, forks: Forks
 ) -> None:
-    """As one process that makes them all at once. The head is llama's embedding, qwen3's own, and one with adapters.
+    """As one process that makes them all at once. The head is llama's embedding, and qwen3's own with adapters.
     Activations wait in the host's memory."""
     folder = base(model.parent.parent, name)
     changes = {"data": DATA, "eval": {"max_tokens": 7 * T}}  # two rows for each process, then two and one
@@ -394,7 +385,7 @@ def test_fsdp_settings_that_are_refused(
 
 
 def test_fsdp_is_for_models_that_write_text() -> None:
-    with pytest.raises(LinearizeError, match="FSDP of ViTModel, which writes no text, is not supported"):
+    with pytest.raises(LinearizeError, match=r"FSDP.*ViTModel"):
         shard(ViTModel(ViTConfig(hidden_size=4, num_hidden_layers=0, num_attention_heads=1)), None, [])
 
 
@@ -403,12 +394,12 @@ def test_a_folder_has_one_command_at_a_time(model: Path, tmp_path: Path) -> None
     first = Run(recipe, "auto")
     with first.preparing(True):
         pass
-    with pytest.raises(LinearizeError, match=rf"in use: process {os.getpid()} runs in it") as caught:
+    with pytest.raises(LinearizeError, match=rf"use.*{os.getpid()}") as caught:
         train(recipe)
     assert caught.value.code == Exit.USAGE
     first.close()
     late = Run(recipe, "auto")  # looked before the other was done
     train(recipe)
-    with pytest.raises(LinearizeError, match="changed while this started"), late.preparing(True):
+    with pytest.raises(LinearizeError, match=r"changed.*started"), late.preparing(True):
         pass
     assert (tmp_path / "run" / "final").exists()

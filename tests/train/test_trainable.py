@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TOLERANCE, relative_error, with_slow
+from conftest import TOLERANCE, relative_error
 from models import load, small_model
 from safetensors.torch import load_file, save_file
 from training import LORA, VOCAB, T, base, make_recipe, metrics, same, stage, tensors, train, write_recipe
@@ -109,9 +109,17 @@ def expected(name: str, model: str, parts: list[str], transfer: bool) -> bool:
     return "all" in parts or ("mixer" in parts and attention in name)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("kind", "parts"), STAGES, ids=str)
-@pytest.mark.parametrize("model", with_slow(["llama", "gpt2"], "gpt2"))
+# Each stage on one model; a half-precision base, and a model with Conv1D and dropout, with those that differ there.
+MOVES = [("llama", *stage, "fp32") for stage in STAGES]
+MOVES += [("llama", "attention_transfer", ["new", "lora"], "bf16"), ("llama", "logit_kl", ["all"], "bf16")]
+MOVES += [
+    pytest.param("gpt2", "attention_transfer", ["new", "lora"], "fp32", marks=pytest.mark.slow),
+    pytest.param("gpt2", "logit_kl", ["mixer"], "bf16", marks=pytest.mark.slow),
+    pytest.param("gpt2", "sft", ["all"], "fp32", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("model", "kind", "parts", "precision"), MOVES, ids=str)
 def test_a_stage_moves_what_it_names_and_never_the_teacher(
     model: str, kind: str, parts: list[str], precision: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,8 +141,9 @@ def test_a_stage_moves_what_it_names_and_never_the_teacher(
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
-@pytest.mark.parametrize("precision", with_slow(["fp32", "bf16"], "fp32"))
-@pytest.mark.parametrize("model", with_slow(["llama", "gpt2"], "gpt2"))
+@pytest.mark.parametrize(
+    ("model", "precision"), [("llama", "bf16"), pytest.param("gpt2", "fp32", marks=pytest.mark.slow)]
+)
 def test_the_teacher_stays_through_a_run_of_every_kind(
     model: str, precision: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,9 +167,13 @@ def saved(model: str, parts: list[str], root: Path, tmp_path: Path, monkeypatch:
     return folder, tmp_path / "run" / "final", watch.seen[1]["student"]
 
 
-@pytest.mark.parametrize("layers", ["all", "0"])
-@pytest.mark.parametrize("parts", [["new"], ["new", "lora"], ["mixer"], ["all"]], ids="-".join)
-@pytest.mark.parametrize("model", with_slow(["llama", "gpt2"], "gpt2"))
+SAVED = [("llama", "all", ["new"]), ("llama", "all", ["new", "lora"]), ("llama", "0", ["mixer"])]
+SAVED += [("llama", "0", ["all"])]
+SAVED += [pytest.param("gpt2", "0", ["new", "lora"], marks=pytest.mark.slow)]
+SAVED += [pytest.param("gpt2", "all", ["all"], marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("model", "layers", "parts"), SAVED, ids=str)
 def test_the_saved_model_is_the_trained_one(
     model: str, parts: list[str], layers: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +250,7 @@ def test_a_model_that_fails_its_checks_can_be_saved(
     monkeypatch.setattr(export, "verify_final", fail)
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), finish={"verify": True})
     kept = tmp_path / "run" / "checkpoints" / "logit_kl-4-end"
-    with pytest.raises(LinearizeError, match=f"failed: so.* --resume {kept} with finish.verify=false saves") as caught:
+    with pytest.raises(LinearizeError, match=rf"failed.*--resume.*{kept}.*finish.verify=false") as caught:
         train(recipe)
     assert caught.value.code == Exit.CHECK_FAILED
     assert not (tmp_path / "run" / "final").exists()
@@ -274,11 +287,11 @@ def test_tied_weights_are_stored_under_the_name_that_the_source_has(tmp_path: Pa
 
 
 def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
-    with pytest.raises(LinearizeError, match="no tokenizer can be loaded") as caught:
+    with pytest.raises(LinearizeError, match=r"tokenizer.*loaded") as caught:
         open_processor(tmp_path, "masked")
     assert caught.value.code == Exit.INCOMPATIBLE
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
-    with pytest.raises(LinearizeError, match=r"has code of its own\. Read it, then pass --trust-remote-code"):
+    with pytest.raises(LinearizeError, match="--trust-remote-code"):
         load_tokenizer(tmp_path, False)
 
 
@@ -286,11 +299,11 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("HubertModel", "HubertModel takes input_values"),
-        ("BartForConditionalGeneration", "reads one text and writes another"),
-        ("VideoMAEForVideoClassification", "takes video, and finetune has data of text and of images alone"),
-        ("Siglip2VisionModel", "takes pixel_values and pixel_attention_mask and spatial_shapes together"),
-        ("CLIPModel", "takes input_ids and pixel_values together"),
-        ("CamembertForSequenceClassification", "predicts no tokens, .* its head for masked tokens, or without a head"),
+        ("BartForConditionalGeneration", r"reads.*writes"),
+        ("VideoMAEForVideoClassification", r"finetune.*images"),
+        ("Siglip2VisionModel", r"pixel_values.*pixel_attention_mask.*spatial_shapes"),
+        ("CLIPModel", r"input_ids.*pixel_values"),
+        ("CamembertForSequenceClassification", r"predicts.*tokens.*tokens"),
     ],
 )
 def test_models_without_data_of_their_kind_are_refused(tmp_path: Path, name: str, message: str) -> None:
@@ -386,7 +399,7 @@ def test_a_merge_must_be_exact(root: Path, tmp_path: Path, monkeypatch: pytest.M
             student.lora.merge_and_unload = unload
 
     monkeypatch.setattr(export, "finish_adapters", lossy)
-    with pytest.raises(LinearizeError, match="merging adapters changed logits") as caught:
+    with pytest.raises(LinearizeError, match=r"adapters.*changed") as caught:
         train(recipe)
     assert caught.value.code == Exit.CHECK_FAILED
 

@@ -41,7 +41,7 @@ def forgetful(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_one_side_after_the_other(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     source, folder = zoo.folders(name, HYBRID)
     plan, opened, _ = planned(source, HYBRID)
@@ -53,32 +53,29 @@ def test_one_side_after_the_other(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, nam
     assert "compared on" not in message
 
 
-# The proof takes two clean processes: all choices of layers with one architecture, each other one with one choice.
-PROVED = {
-    ("llama", "all"),
-    ("llama", HYBRID),
-    ("llama", "1,2,3"),
-    ("gemma2", "1,2,3"),
-    ("gpt2", "all"),
-    ("mistral", HYBRID),
-}
-
-
+# The proof takes two clean processes. Layers of gemma2 slide in turn.
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "needed"), [("all", 1), (HYBRID, 2), ("1,2,3", 2)])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "layers", "needed", "proved"),
+    [
+        ("llama", "all", 1, False),
+        ("llama", HYBRID, 2, True),
+        ("llama", "1,2,3", 2, False),
+        ("gemma2", HYBRID, 2, False),
+        ("gemma2", "1,2,3", 3, True),
+        ("gpt2", "all", 1, True),
+    ],
+)
 def test_the_first_layers_of_each_kind(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str, layers: str, needed: int
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str, layers: str, needed: int, proved: bool
 ) -> None:
     source, folder = zoo.folders(name, layers)
     plan, opened, _ = planned(source, layers)
-    if name == "gemma2":  # whose layers slide in turn
-        needed = {"all": 2, HYBRID: 2, "1,2,3": 3}[layers]
     left(monkeypatch, 3.9 * numbers([folder]))
     room = room_for(folder, plan)
     assert room is not None
     assert room.layers == needed
-    if (name, layers) not in PROVED:
+    if not proved:
         return
     message = verify(folder, "auto", opened, plan, False)
     assert LOGITS in message
@@ -93,7 +90,7 @@ def test_a_wrong_step_is_found_in_the_first_layers(zoo: Zoo, tmp_path: Path, mon
     plan, opened, _ = planned(source, HYBRID)
     left(monkeypatch, 3.9 * numbers([folder]))
     assert room_for(folder, plan) == Room(2, False)
-    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+    with pytest.raises(LinearizeError, match=r"single.*differ"):
         verify(folder, "auto", opened, plan, False)
 
 
@@ -145,5 +142,5 @@ def test_an_upgrade_compares_first_layers(zoo: Zoo, tmp_path: Path, monkeypatch:
     plan, _, _ = planned(source, HYBRID)
     left(monkeypatch, 3.9 * numbers([folder]))
     assert "(largest difference 0.0e+00)" in upgrade.compared(folder, folder, plan)
-    with pytest.raises(LinearizeError, match="single steps through a cache differ from one pass"):
+    with pytest.raises(LinearizeError, match=r"single.*differ"):
         upgrade.compared(folder, forgetful(folder, tmp_path / "linear"), plan)
