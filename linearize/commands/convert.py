@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import LinearizeError
+from ..terminal.arguments import Revision, Trust, path
 from ..terminal.arguments import model as model_name
-from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
 
@@ -104,10 +104,8 @@ def convert(
         bool, typer.Option("--copy", help="Copy the source's shards. Default: hard links where the disk allows them.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that linearize wrote.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
     verify: Annotated[
         str,
         typer.Option(

@@ -6,16 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ..terminal.arguments import check_base
+from ..terminal.arguments import Overrides, check_base
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
 
 
 def estimate(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a preset (list: linearize recipes ls).")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
-    ] = None,
+    overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(help="Card to estimate for: a100-80g, h100, h200, 4090, .. Default: this machine's.")
     ] = None,

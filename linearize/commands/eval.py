@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..demo import named_base
-from ..terminal.arguments import path
+from ..terminal.arguments import Converted, Device, Dtype, Trust, path
 from ..terminal.output import Json, finite, print_json, say
 from ..terminal.progress import starting
 
@@ -34,7 +34,7 @@ OF_MODELS = (*OF_TEXT, "tasks", *OF_TASKS, "batch_tokens", "dtype")
 
 
 def evaluate(
-    student: Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.")],
+    student: Converted,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Recipe values as key.sub=value, to choose the text.")
     ] = None,
@@ -70,11 +70,9 @@ def evaluate(
         int | None, typer.Option(min=0, help="With --tasks: examples before each question. Default: the task's own.")
     ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
-    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")] = "keep",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the models that linearize did not write.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "keep",
+    trust_remote_code: Trust = False,
     output: Annotated[
         Path | None,
         typer.Option(

@@ -7,16 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.arguments import check_base
+from ..terminal.arguments import Overrides, check_base
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
 
 
 def finetune(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a preset (list: linearize recipes ls).")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
-    ] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each stage will do, and stop.")] = False,
     resume: Annotated[str, typer.Option(help="Go on from a checkpoint: auto, never, or its folder.")] = "auto",
     stage: Annotated[str | None, typer.Option(help="Run only the stage with this name.")] = None,

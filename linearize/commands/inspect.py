@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from ..terminal.arguments import model as model_name
+from ..terminal.arguments import Model, Revision, Trust
 from ..terminal.output import Json, print_json
 from ..terminal.progress import starting
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=model_name)],
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    model: Model,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Show a model's attention modules and the mechanisms that fit, or what a converted model has in their place."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.arguments import path
+from ..terminal.arguments import Trust, path
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
 
@@ -31,9 +31,7 @@ def push(
             parser=path,
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code to run that linearize did not write.")
-    ] = False,
+    trust_remote_code: Trust = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the folder, list what would be uploaded, and stop.")
     ] = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, LinearizeError
+from ..terminal.arguments import Revision, Trust
 from ..terminal.output import Json, print_json
 from ..terminal.progress import starting
 
@@ -23,10 +24,8 @@ def verify(
             "to 2e-5, and read all weights for values that are not finite.",
         ),
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code to run that linearize did not write.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Run every correctness check on a saved model, in a process without linearize."""
