@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import Exit, LinearizeError, writing
+from ..errors import writing
+from ..page.charts import WIDTH, limits, scale
+from ..page.drawing import SERIES, Box, Dot, Drawing, Line, Text, stacked
 
 # Of a run: forward alone; forward and backward.
 PARTS = ("forward", "both")
@@ -155,35 +156,26 @@ def _steps(records: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Forward + backward time per shape and kernel, one panel a mechanism, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    measured = result["mechanisms"]
-    figure, grid = pyplot.subplots(len(measured), figsize=(9, 4 * len(measured)), layout="constrained", squeeze=False)
-    figure.suptitle(result["machine"]["device"])
-    for (name, records), axes in zip(measured.items(), grid[:, 0], strict=True):
-        _panel(axes, name, [run for run in records["runs"] if "both" in run])
-    with writing(path):
-        figure.savefig(path, dpi=150, format="png")
-    pyplot.close(figure)
+    """Forward + backward time per shape and kernel, one picture a mechanism, as a PNG."""
+    measured = {name: [run for run in one["runs"] if "both" in run] for name, one in result["mechanisms"].items()}
+    drawn = [bars(f"{name}, {result['machine']['device']}", runs) for name, runs in measured.items() if runs]
+    if drawn:
+        with writing(path):
+            path.write_bytes(stacked(drawn).png())
 
 
-def _panel(axes: Any, mechanism: str, runs: list[dict[str, Any]]) -> None:
-    shapes, names = (list(dict.fromkeys(run[key] for run in runs)) for key in ("shape", "name"))
-    for i, name in enumerate(names):
-        own = [run for run in runs if run["name"] == name]
-        places = [shapes.index(run["shape"]) + (i - len(names) / 2 + 0.5) * 0.8 / len(names) for run in own]
-        bars = axes.bar(places, [run["both"]["ms"] for run in own], 0.8 / len(names), label=name)
-        axes.bar_label(bars, fmt="%.3g", fontsize=7)
-    axes.set(yscale="log", ylabel="forward + backward, ms", title=mechanism)
-    axes.set_xticks(range(len(shapes)), shapes, fontsize=7)
-    axes.legend(fontsize=7)
-
-
-def check_plot() -> None:
-    """Raise LinearizeError (exit 4) where no picture can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise LinearizeError("--plot needs matplotlib: pip install matplotlib", Exit.RESOURCE)
+def bars(title: str, runs: list[dict[str, Any]]) -> Drawing:
+    """A bar for each run, of a length that follows the logarithm of its time; runs of one shape stand together."""
+    names = list(dict.fromkeys(run["name"] for run in runs))
+    across = scale(*limits([run["both"]["ms"] for run in runs], True), True, 2.0, WIDTH / 2)
+    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, f"{title}: forward + backward", "ink", 13)]
+    y, shown = 22.0, ""
+    for run in runs:
+        if run["shape"] != shown:
+            shown, y = run["shape"], y + 18
+            shapes.append(Text(0, y, shown, "ink"))
+            y += 6
+        end, colour = across(run["both"]["ms"]), SERIES[names.index(run["name"]) % len(SERIES)]
+        shapes += [Box(0, y, end, 12, colour), Text(end + 6, y + 10, f"{run['both']['ms']:.3g} ms, {run['name']}")]
+        y += 16
+    return Drawing(WIDTH, y, title, tuple(shapes))
