@@ -11,6 +11,7 @@ import typer
 from ..terminal.arguments import Trust, path
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
+from ..terminal.tables import console, table
 
 
 def push(
@@ -44,7 +45,6 @@ def push(
         from ..diffusion.convert import holds_diffusers
         from ..errors import LinearizeError
         from ..hub import push as hub
-        from ..terminal.tables import files_table
 
     asked: dict[str, Any] = {"private": private, "pr": pr, "message": message, "trust_remote_code": trust_remote_code}
     pipeline = holds_diffusers(str(folder))
@@ -69,3 +69,9 @@ def push(
             result |= hub.push(upload, say)
     if as_json:
         print_json(result)
+
+
+def files_table(files: dict[str, int], title: str) -> None:
+    """What `linearize push` would upload: name -> bytes, and their sum."""
+    rows = [(name, f"{size:,}") for name, size in [*files.items(), ("sum", sum(files.values()))]]
+    console().print(table({"file": "text", "bytes": "number"}, rows, title))

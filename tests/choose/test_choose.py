@@ -22,6 +22,7 @@ from linearize.choose import choose, methods
 from linearize.choose.choose import PACKAGES, Scoring, chooser, pricer, recall_batches, text_batches
 from linearize.choose.methods import gates, restore, swaps
 from linearize.choose.mixture import Mixture
+from linearize.commands.convert import choice_table
 from linearize.convert import convert, plan_conversion
 from linearize.data.batches import run
 from linearize.data.packing import TextSource
@@ -34,7 +35,6 @@ from linearize.plan.heads import leaves_one, named, unscored_heads
 from linearize.plan.keep import METHODS, Choice
 from linearize.plan.plan import Plan
 from linearize.recipe.recipe import Recipe
-from linearize.terminal.tables import choice_table
 from linearize_kernels.hf.seam import mixers_of
 
 OPTIONS = {"slots": 8, "chunk_size": 16}
