@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import writing
 from ..page.charts import WIDTH, limits, scale
 from ..page.drawing import SERIES, Box, Dot, Drawing, Line, Text, stacked
+from ..terminal.output import markdown_table
 
 # Of a run: forward alone; forward and backward.
 PARTS = ("forward", "both")
@@ -67,10 +68,6 @@ def _with_host(record: dict[str, float]) -> str:
     return f"{record['ms']:.3f} ms" + (f" (CPU {record['host']:.3f})" if "host" in record else "")
 
 
-def _table(*columns: str) -> Iterator[str]:
-    yield from ("", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|")
-
-
 def _beside_fla(mechanisms: dict[str, Any]) -> Iterator[str]:
     rows = []
     for mechanism, measured in mechanisms.items():
@@ -79,10 +76,10 @@ def _beside_fla(mechanisms: dict[str, Any]) -> Iterator[str]:
                 ours = _ours(measured["runs"], run)
                 peaks = ours.get("both_mib"), run.get("both_mib")
                 share = f"{peaks[0] / peaks[1]:.0%}" if all(peaks) else ""
-                rows += [_row([mechanism, run["shape"], run["name"], *_ratios(ours, run), share], 6)]
+                rows.append([mechanism, run["shape"], run["name"], *_ratios(ours, run), share])
     if rows:
-        yield from _table("mechanism", "shape", "beside", "times faster forward", "forward + backward", "of its memory")
-        yield from rows
+        columns = ("mechanism", "shape", "beside", "times faster forward", "forward + backward", "of its memory")
+        yield from ("", *markdown_table(columns, rows))
 
 
 def _ours(records: list[dict[str, Any]], other: dict[str, Any]) -> dict[str, Any]:
@@ -98,13 +95,14 @@ def _ratios(ours: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def _runs(records: list[dict[str, Any]]) -> Iterator[str]:
     columns = ("forward ms", "forward + backward ms", "peak MiB", "TFLOP/s", "TB/s", "times the roofline", "CPU ms")
-    yield from _table("shape", "kernel", *columns, "times linearize's time")
+    rows = []
     for run in records:
         cells = [run["shape"], run["name"], *(_time(run[part]) for part in PARTS if part in run)]
         cells += [run["failed"]] if "failed" in run else _rates(run)
         ours = _ours(records, run)
         beside = [] if run is ours else filter(None, _ratios(ours, run))
-        yield _row([*cells, *[""] * (9 - len(cells)), ", ".join(beside)], 10)
+        rows.append([*cells, *[""] * (9 - len(cells)), ", ".join(beside)])
+    yield from ("", *markdown_table(("shape", "kernel", *columns, "times linearize's time"), rows))
     for run in records:
         if run["name"].endswith(" alone") and "both" in run:
             ours = _ours(records, run)
@@ -126,25 +124,22 @@ def _time(record: dict[str, float]) -> str:
     return f"{record['ms']:.3f} ({record['low']:.3f}-{record['high']:.3f})"
 
 
-def _row(cells: list[str], columns: int) -> str:
-    return f"| {' | '.join(cells + [''] * (columns - len(cells)))} |"
-
-
 def _errors(records: list[dict[str, Any]]) -> Iterator[str]:
     if not records:
         return
     names = list(dict.fromkeys(name for record in records for name in record.get("errors", ())))
-    yield from _table("relative error against float64", "path", *names)
+    rows = []
     for record in records:
         errors = {name: f"{value:.1e}" for name, value in record.get("errors", {}).items()}
         values = [record["failed"]] if "failed" in record else [errors.get(name, "") for name in names]
-        yield _row([record["shape"], record["name"], *values], 2 + len(names))
+        rows.append([record["shape"], record["name"], *values])
+    yield from ("", *markdown_table(("relative error against float64", "path", *names), rows))
 
 
 def _steps(records: list[dict[str, Any]]) -> Iterator[str]:
     if not records:
         return
-    yield from _table("decode step", "path", "µs", "copy of the same bytes µs", "TB/s", "share of copy")
+    rows = []
     for step in records:
         cells = [step["shape"], step["name"]]
         if "failed" in step:
@@ -152,7 +147,9 @@ def _steps(records: list[dict[str, Any]]) -> Iterator[str]:
         else:
             cells += [f"{step['us']:.1f}", f"{step['copy_us']:.1f}", f"{step['tb_s']:.3g}"]
             cells += [f"{step['share_of_copy']:.0%}"]
-        yield _row(cells, 6)
+        rows.append(cells)
+    columns = ("decode step", "path", "µs", "copy of the same bytes µs", "TB/s", "share of copy")
+    yield from ("", *markdown_table(columns, rows))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
