@@ -38,9 +38,9 @@ def augmentation(name: str | None) -> Augment | None:
 def crop(picture: Any, seed: int) -> Any:
     """A part of the picture of a random size, shape and place, mirrored half of the time."""
     random = _uniform(seed)
-    box = _rectangle(random, *picture.size, AREA, SHAPE)
+    width, height = picture.size
+    box = _rectangle(random, width, height, AREA, SHAPE)
     if box is None:  # the middle, of a picture that has room for no crop
-        width, height = picture.size
         side = min(width, height)
         box = (width - side) // 2, (height - side) // 2, (width + side) // 2, (height + side) // 2
     from PIL import Image
