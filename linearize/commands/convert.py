@@ -212,7 +212,7 @@ def convert(
     if not dry_run:
         carried = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code, "seed": seed}
         checked = story.convert(*planned, target, **carried, say=say)
-        new = ", whose new parameters are untrained" if plan.new_parameters and not plan.again else ""
+        new = ", whose new parameters are untrained" if plan.new_parameters and not plan.reconversions else ""
         say(f"saved {target}{new}. Next: {story.next_step(plan, target)}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
@@ -229,9 +229,9 @@ def convert(
 
 def name_of(plan: Any) -> str:
     """The folder that a conversion writes where none is named: that of the model, and what its new layers are."""
-    if not plan.again:
+    if not plan.reconversions:
         return f"{Path(plan.source).name}-{plan.linear[0].mechanism}"
-    done = plan.again[-1]
+    done = plan.reconversions[-1]
     new = {step.mechanism for step in plan.steps if step.site.path in done.added}
     return f"{Path(done.folder).name}-{min(new, default='more-softmax')}"
 
@@ -313,7 +313,7 @@ def plan_table(plan: Plan) -> None:
     columns = {"layers": "short", "module": "text", "from": "text", "to": "short"}
     columns |= {"new params": "number", "state": "number"}
     rows: list[tuple[int, tuple[str, ...]]] = []
-    last = plan.again[-1] if plan.again else None
+    last = plan.reconversions[-1] if plan.reconversions else None
     for step in plan.steps:
         site = step.site
         stays = "\n(as it is)" if last and site.path not in last.added else ""
@@ -339,7 +339,7 @@ def plan_table(plan: Plan) -> None:
         cache = plan.cache_bytes(tokens)
         out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
     if last:
-        out.print(again_text(plan))
+        out.print(reconversion_text(plan))
     rewritten = "source weights are copied as they are" if plan.copy else "source weights stay as they are"
     if plan.cast:
         rewritten = f"{plan.rounding or f'source weights are cast to {plan.dtype}'}, shard by shard"
@@ -373,9 +373,9 @@ def plan_table(plan: Plan) -> None:
         out.print(Text("dropped", "yellow"), note)
 
 
-def again_text(plan: Plan) -> str:
+def reconversion_text(plan: Plan) -> str:
     """What the last conversion changes in a model that was converted before."""
-    last = plan.again[-1]
+    last = plan.reconversions[-1]
     new = [step for step in plan.steps if step.site.path in last.added]
     back = [site.layer for site in plan.kept if site.path in last.restored]
     become = "becomes" if len(new) == 1 else "become"

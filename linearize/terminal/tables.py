@@ -188,7 +188,7 @@ def note_below(ppl_ratio: float | None) -> str:
     )
 
 
-def unfound(result: dict[str, Any] | None) -> list[str]:
+def empty_tasks(result: dict[str, Any] | None) -> list[str]:
     """Tasks of a result of `linearize eval` of which the teacher finds 0 % at every length, as tables round it."""
     asked = {task: (result or {}).get(task) or [] for task in ("recall", "needle")}
     return [
@@ -196,9 +196,9 @@ def unfound(result: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def note_of_nothing(result: dict[str, Any] | None) -> str:
+def empty_tasks_note(result: dict[str, Any] | None) -> str:
     """That such tasks compare nothing; empty where there are none."""
-    tasks = unfound(result)
+    tasks = empty_tasks(result)
     compare = "compares" if len(tasks) == 1 else "compare"
     return f"{' and '.join(tasks)} {compare} nothing here: the teacher itself finds 0 %" if tasks else ""
 

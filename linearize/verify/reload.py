@@ -32,7 +32,7 @@ from ..checkpoint.write import INDEX, MIXER_SHARD
 from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
 from ..plan.plan import Plan, some
 from ..terminal.progress import Advance, progress, silent
-from .limits import RELOADED
+from .tolerances import RELOADED
 
 Level = Literal["auto", "full", "keys", "none"]
 

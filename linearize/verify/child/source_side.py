@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from linearize_kernels.hf.attention_hooks import attach
 from linearize_kernels.hf.capture import capture
-from linearize_kernels.hf.seam import attach
 from linearize_kernels.mixer import own_mixer
 
 from .inputs import first_of_plan, keep_first, outputs
