@@ -27,7 +27,7 @@ from linearize.bench.timing import here, machine
 from linearize.checkpoint.atomic import check_result, write_result
 from linearize.errors import Exit, LinearizeError, absent, did_you_mean
 from linearize.terminal.arguments import path
-from linearize.terminal.output import finite, print_json, say, say_error, show
+from linearize.terminal.output import finite, markdown_table, print_json, say, say_error, show
 from linearize.terminal.progress import progress
 
 # What is as published: so near to the number.
@@ -208,9 +208,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = ["; ".join(f"{key} {value}" for key, value in result["machine"].items()), ""]
     if result["tiny"]:
         lines += ["Tiny sizes: the numbers say that the rows run, and nothing of speed.", ""]
-    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join(cells(row))} |" for row in result["rows"]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *markdown_table(COLUMNS, map(cells, result["rows"]))])
 
 
 def cells(row: dict[str, Any]) -> list[str]:

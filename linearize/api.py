@@ -83,14 +83,8 @@ def plan(
     from .convert import plan_conversion
 
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
-    asked |= {
-        "allow_drop": tuple(allow_drop),
-        "dtype": dtype,
-        "revision": revision,
-        "restore": restore,
-        "keep_heads": keep_heads,
-        "kept_window": kept_window,
-    }
+    asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "restore": restore}
+    asked |= {"keep_heads": keep_heads, "kept_window": kept_window}
     choice = _choice(_stderr, keep_softmax, keep_heads, kept_window)
     trust = trust_remote_code
     return plan_conversion(str(model), mechanism, trust_remote_code=trust, weights=bool(choice), **asked, **choice)[0]

@@ -140,9 +140,9 @@ def plan_conversion(
             heads = choose(whole, source, natives, text, len(heads.kept), groups)
         request = dataclasses.replace(request, keep_heads=regrouped(heads.kept))
     if (choice or heads) and weights and choose is None:
-        raise TypeError("auto needs `choose`, such as that of linearize.choose.choose.chooser")
+        raise TypeError("auto needs `choose`, such as that of linearize.choose.choose.choosers")
     if windows and weights and choose_windows is None:
-        raise TypeError("auto needs `choose_windows`, such as that of linearize.choose.choose.window_chooser")
+        raise TypeError("auto needs `choose_windows`, such as that of linearize.choose.choose.choosers")
     plan = request.plan(source, found, **facts)
     if price is not None and choice is None and windows is None and plan.local:
         if writes_no_text(natives):

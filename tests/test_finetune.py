@@ -36,6 +36,7 @@ from transformers import AutoTokenizer
 from linearize import cli
 from linearize.checkpoint.manifest import read_plan
 from linearize.checkpoint.source import open_source
+from linearize.commands.finetune import evaluation_cells
 from linearize.data.batches import collate, forward, targets
 from linearize.data.documents import TextSource
 from linearize.data.packing import build_blocks
@@ -49,7 +50,6 @@ from linearize.recipe.data import described
 from linearize.recipe.models import Data
 from linearize.recipe.recipe import Recipe, load_recipe
 from linearize.terminal.output import nats
-from linearize.terminal.tables import evaluation_cells
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule

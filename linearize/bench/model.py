@@ -17,6 +17,7 @@ from ..checkpoint.source import Source, open_source
 from ..convert import plan_conversion
 from ..errors import LinearizeError, did_you_mean
 from ..plan.plan import Plan
+from ..terminal.output import markdown_table
 from .layer import FIRST, conversion, recipe_of
 from .text import SHAPES as TEXT_SHAPES
 from .text import bench_text
@@ -171,8 +172,10 @@ def markdown(result: dict[str, Any]) -> str:
     for table, columns in HEADS.items():
         if table not in result:
             continue
-        lines += ["", f"| {table} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        lines += [f"| {' | '.join([one['name'], *_cells(one, columns)])} |" for one in result[table]]
+        lines += [
+            "",
+            *markdown_table((table, *columns), [(one["name"], *_cells(one, columns)) for one in result[table]]),
+        ]
     return "\n".join(lines)
 
 
@@ -180,8 +183,7 @@ def _cells(record: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
     """A row without its name; of what could not run the reason, once, behind what was to be measured."""
     if "failed" not in record:
         return [_cell(record, column) for column in columns]
-    parts = [*(_cell(record, column) for column in columns if column in WHAT), record["failed"]]
-    return parts + [""] * (len(columns) - len(parts))
+    return [*(_cell(record, column) for column in columns if column in WHAT), record["failed"]]
 
 
 def line(table: str, record: dict[str, Any]) -> str:

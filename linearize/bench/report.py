@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import Exit, LinearizeError, writing
+from ..errors import writing
+from ..page.charts import WIDTH, limits, scale
+from ..page.drawing import SERIES, Box, Dot, Drawing, Line, Text, stacked
+from ..terminal.output import markdown_table
 
 # Of a run: forward alone; forward and backward.
 PARTS = ("forward", "both")
@@ -66,10 +68,6 @@ def _with_host(record: dict[str, float]) -> str:
     return f"{record['ms']:.3f} ms" + (f" (CPU {record['host']:.3f})" if "host" in record else "")
 
 
-def _table(*columns: str) -> Iterator[str]:
-    yield from ("", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|")
-
-
 def _beside_fla(mechanisms: dict[str, Any]) -> Iterator[str]:
     rows = []
     for mechanism, measured in mechanisms.items():
@@ -78,10 +76,10 @@ def _beside_fla(mechanisms: dict[str, Any]) -> Iterator[str]:
                 ours = _ours(measured["runs"], run)
                 peaks = ours.get("both_mib"), run.get("both_mib")
                 share = f"{peaks[0] / peaks[1]:.0%}" if all(peaks) else ""
-                rows += [_row([mechanism, run["shape"], run["name"], *_ratios(ours, run), share], 6)]
+                rows.append([mechanism, run["shape"], run["name"], *_ratios(ours, run), share])
     if rows:
-        yield from _table("mechanism", "shape", "beside", "times faster forward", "forward + backward", "of its memory")
-        yield from rows
+        columns = ("mechanism", "shape", "beside", "times faster forward", "forward + backward", "of its memory")
+        yield from ("", *markdown_table(columns, rows))
 
 
 def _ours(records: list[dict[str, Any]], other: dict[str, Any]) -> dict[str, Any]:
@@ -97,13 +95,14 @@ def _ratios(ours: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def _runs(records: list[dict[str, Any]]) -> Iterator[str]:
     columns = ("forward ms", "forward + backward ms", "peak MiB", "TFLOP/s", "TB/s", "times the roofline", "CPU ms")
-    yield from _table("shape", "kernel", *columns, "times linearize's time")
+    rows = []
     for run in records:
         cells = [run["shape"], run["name"], *(_time(run[part]) for part in PARTS if part in run)]
         cells += [run["failed"]] if "failed" in run else _rates(run)
         ours = _ours(records, run)
         beside = [] if run is ours else filter(None, _ratios(ours, run))
-        yield _row([*cells, *[""] * (9 - len(cells)), ", ".join(beside)], 10)
+        rows.append([*cells, *[""] * (9 - len(cells)), ", ".join(beside)])
+    yield from ("", *markdown_table(("shape", "kernel", *columns, "times linearize's time"), rows))
     for run in records:
         if run["name"].endswith(" alone") and "both" in run:
             ours = _ours(records, run)
@@ -125,25 +124,22 @@ def _time(record: dict[str, float]) -> str:
     return f"{record['ms']:.3f} ({record['low']:.3f}-{record['high']:.3f})"
 
 
-def _row(cells: list[str], columns: int) -> str:
-    return f"| {' | '.join(cells + [''] * (columns - len(cells)))} |"
-
-
 def _errors(records: list[dict[str, Any]]) -> Iterator[str]:
     if not records:
         return
     names = list(dict.fromkeys(name for record in records for name in record.get("errors", ())))
-    yield from _table("relative error against float64", "path", *names)
+    rows = []
     for record in records:
         errors = {name: f"{value:.1e}" for name, value in record.get("errors", {}).items()}
         values = [record["failed"]] if "failed" in record else [errors.get(name, "") for name in names]
-        yield _row([record["shape"], record["name"], *values], 2 + len(names))
+        rows.append([record["shape"], record["name"], *values])
+    yield from ("", *markdown_table(("relative error against float64", "path", *names), rows))
 
 
 def _steps(records: list[dict[str, Any]]) -> Iterator[str]:
     if not records:
         return
-    yield from _table("decode step", "path", "µs", "copy of the same bytes µs", "TB/s", "share of copy")
+    rows = []
     for step in records:
         cells = [step["shape"], step["name"]]
         if "failed" in step:
@@ -151,39 +147,32 @@ def _steps(records: list[dict[str, Any]]) -> Iterator[str]:
         else:
             cells += [f"{step['us']:.1f}", f"{step['copy_us']:.1f}", f"{step['tb_s']:.3g}"]
             cells += [f"{step['share_of_copy']:.0%}"]
-        yield _row(cells, 6)
+        rows.append(cells)
+    columns = ("decode step", "path", "µs", "copy of the same bytes µs", "TB/s", "share of copy")
+    yield from ("", *markdown_table(columns, rows))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Forward + backward time per shape and kernel, one panel a mechanism, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    measured = result["mechanisms"]
-    figure, grid = pyplot.subplots(len(measured), figsize=(9, 4 * len(measured)), layout="constrained", squeeze=False)
-    figure.suptitle(result["machine"]["device"])
-    for (name, records), axes in zip(measured.items(), grid[:, 0], strict=True):
-        _panel(axes, name, [run for run in records["runs"] if "both" in run])
-    with writing(path):
-        figure.savefig(path, dpi=150, format="png")
-    pyplot.close(figure)
+    """Forward + backward time per shape and kernel, one picture a mechanism, as a PNG."""
+    measured = {name: [run for run in one["runs"] if "both" in run] for name, one in result["mechanisms"].items()}
+    drawn = [bars(f"{name}, {result['machine']['device']}", runs) for name, runs in measured.items() if runs]
+    if drawn:
+        with writing(path):
+            path.write_bytes(stacked(drawn).png())
 
 
-def _panel(axes: Any, mechanism: str, runs: list[dict[str, Any]]) -> None:
-    shapes, names = (list(dict.fromkeys(run[key] for run in runs)) for key in ("shape", "name"))
-    for i, name in enumerate(names):
-        own = [run for run in runs if run["name"] == name]
-        places = [shapes.index(run["shape"]) + (i - len(names) / 2 + 0.5) * 0.8 / len(names) for run in own]
-        bars = axes.bar(places, [run["both"]["ms"] for run in own], 0.8 / len(names), label=name)
-        axes.bar_label(bars, fmt="%.3g", fontsize=7)
-    axes.set(yscale="log", ylabel="forward + backward, ms", title=mechanism)
-    axes.set_xticks(range(len(shapes)), shapes, fontsize=7)
-    axes.legend(fontsize=7)
-
-
-def check_plot() -> None:
-    """Raise LinearizeError (exit 4) where no picture can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise LinearizeError("--plot needs matplotlib: pip install matplotlib", Exit.RESOURCE)
+def bars(title: str, runs: list[dict[str, Any]]) -> Drawing:
+    """A bar for each run, of a length that follows the logarithm of its time; runs of one shape stand together."""
+    names = list(dict.fromkeys(run["name"] for run in runs))
+    across = scale(*limits([run["both"]["ms"] for run in runs], True), True, 2.0, WIDTH / 2)
+    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, f"{title}: forward + backward", "ink", 13)]
+    y, shown = 22.0, ""
+    for run in runs:
+        if run["shape"] != shown:
+            shown, y = run["shape"], y + 18
+            shapes.append(Text(0, y, shown, "ink"))
+            y += 6
+        end, colour = across(run["both"]["ms"]), SERIES[names.index(run["name"]) % len(SERIES)]
+        shapes += [Box(0, y, end, 12, colour), Text(end + 6, y + 10, f"{run['both']['ms']:.3g} ms, {run['name']}")]
+        y += 16
+    return Drawing(WIDTH, y, title, tuple(shapes))

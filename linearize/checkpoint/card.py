@@ -21,7 +21,7 @@ from ..plan.mechanisms import to_settings
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
-from ..terminal.output import layers_named, nats
+from ..terminal.output import layers_named, markdown_table, nats
 from ..terminal.tables import evaluation_figures, row_name, task_rows
 from ..train.device import on_cpu
 from .carried import is_licence, sentence_files
@@ -289,18 +289,16 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     device = "CPU" if on_cpu(recipe) else torch.cuda.get_device_name()
     unit = unit_of(recipe.data.train)
 
-    def line(name: str, trained: str, row: dict[str, Any]) -> str:
-        cells = (name, trained, _count(row["eval_tokens"]), *evaluation_figures(row, unit, ".4g").values())
-        return f"| {' | '.join(cells)} |"
+    def line(name: str, trained: str, row: dict[str, Any]) -> tuple[str, ...]:
+        return name, trained, _count(row["eval_tokens"]), *evaluation_figures(row, unit, ".4g").values()
 
-    columns = evaluation_figures(rows[0], unit, ".4g")
-    lines = ["", "## Measured", "", f"| | training {unit} | held-out {unit} | {' | '.join(columns)} |"]
-    lines.append("|" + (3 + len(columns)) * "---|")
+    found, columns = list[tuple[str, ...]](), evaluation_figures(rows[0], unit, ".4g")
     if teacher is not None:
         who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
-        found = {"ppl": teacher, "ppl_ratio": 1.0, "accuracy": report.get("teacher_accuracy")}
-        lines.append(line(who, "", found | {"eval_tokens": rows[0]["eval_tokens"]}))
-    lines += [line(row_name(row["name"], row.get("calibrated")), f"{row['tokens']:,}", row) for row in rows]
+        own = {"ppl": teacher, "ppl_ratio": 1.0, "accuracy": report.get("teacher_accuracy")}
+        found.append(line(who, "", own | {"eval_tokens": rows[0]["eval_tokens"]}))
+    found += [line(row_name(row["name"], row.get("calibrated")), f"{row['tokens']:,}", row) for row in rows]
+    lines = ["", "## Measured", "", *markdown_table(("", f"training {unit}", f"held-out {unit}", *columns), found)]
     lines += by_position(report.get("positions"))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     # What the recipe below does not say.
@@ -313,11 +311,11 @@ def by_position(found: dict[str, Any] | None) -> list[str]:
     if not found or not found["blocks"]:
         return []
     lines = ["", f"Trained on rows of {found['trained_length']:,} tokens. By position in longer texts:", ""]
-    lines += ["| tokens | perplexity | teacher | x teacher | KL, nats a token |", "|---|---|---|---|---|"]
+    rows = []
     for row in found["blocks"]:
-        figures = " | ".join(f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
-        lines.append(f"| {row['from']:,} to {row['to']:,} | {figures} | {nats(row['kl'])} |")
-    return lines
+        figures = (f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
+        rows.append((f"{row['from']:,} to {row['to']:,}", *figures, nats(row["kl"])))
+    return lines + markdown_table(("tokens", "perplexity", "teacher", "x teacher", "KL, nats a token"), rows)
 
 
 def _count(tokens: int | None) -> str:
@@ -389,7 +387,7 @@ def with_tasks(text: str, result: dict[str, Any], name: str) -> str:
     data = card.data
     assert isinstance(data, ModelCardData)
     headings, rows = task_rows(result)
-    lines = ["## Tasks", "", *(f"| {' | '.join(row)} |" for row in (headings, ["---"] * len(headings), *rows)), ""]
+    lines = ["## Tasks", "", *markdown_table(headings, rows), ""]
     of = f" Teacher: `{portable(result['teacher'])}`." if result["teacher"] else ""
     about = (
         f"`linearize eval --tasks` with lm-evaluation-harness {result['harness']}.{of} "

@@ -105,7 +105,7 @@ def write_reconverted(folder: Path, source: Source, plan: Plan, natives: SourceC
     Raises LinearizeError (exit 6) for weights that are not those that linearize.json recorded.
     """
     old = read_json(source.folder / checkpoint.MANIFEST)
-    before = checkpoint.no_hashes() | {kind: old[kind] for kind in checkpoint.no_hashes() if kind in old}
+    before = checkpoint.recorded_hashes(old)
     own, mixers = places_of(source)
     files = [shard for shard in source.shards if any(place == shard for place, _ in own.values())]
     shards: checkpoint.Shards = {}

@@ -131,7 +131,7 @@ def write_code(folder: Path, planned: Upgrade) -> None:
 def upgraded_manifest(folder: Path, planned: Upgrade) -> dict[str, Any]:
     """linearize.json of the upgraded `folder`: what the old one says, with this version's code, plan and versions."""
     old = json.loads((planned.folder / checkpoint.MANIFEST).read_text("utf-8"))
-    hashes = checkpoint.no_hashes() | {kind: old[kind] for kind in checkpoint.no_hashes() if kind in old}
+    hashes = checkpoint.recorded_hashes(old)
     checkpoint.cover(folder, hashes)
     new = checkpoint.manifest(folder, planned.plan, hashes)
     foreign = set(planned.carried) - set(old["files"])

@@ -168,6 +168,11 @@ def no_hashes() -> Hashes:
     return {kind: {"shards": {}, "tensors": {}} for kind in ("untouched", "written")}
 
 
+def recorded_hashes(manifest: dict[str, Any]) -> Hashes:
+    """Those that a linearize.json has; an earlier version recorded fewer kinds."""
+    return {kind: manifest.get(kind, none) for kind, none in no_hashes().items()}
+
+
 def uncovered(folder: Path, hashes: Hashes) -> list[tuple[str, Path, Entry]]:
     """Every tensor in the shards of a folder of which no hash is recorded: its name, its file, and where it lies."""
     shards = {name for kind in hashes.values() for name in kind["shards"]}

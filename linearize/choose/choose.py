@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
-from ..convert import Chooser, Pricer, WindowChooser
+from ..convert import Pricer
 from ..data.batches import Batch, collate
 from ..data.packing import Blocks, TextSource, build_blocks
 from ..errors import Exit, LinearizeError, reason_of
@@ -62,24 +62,14 @@ class Scoring:
     say: Say = print
 
 
-def chooser(scoring: Scoring) -> Chooser:
-    """What `plan_conversion` asks for layers, and for heads."""
-    return functools.partial(choose, scoring)
-
-
 def pricer(scoring: Scoring) -> Pricer:
     """What `plan_conversion` asks for the cost of a window in layers that the user named."""
     return functools.partial(price, scoring)
 
 
-def window_chooser(scoring: Scoring) -> WindowChooser:
-    """What `plan_conversion` asks for the kept layers that may have a window."""
-    return functools.partial(choose_windows, scoring)
-
-
 def choosers(scoring: Scoring) -> dict[str, Any]:
     """What `plan_conversion` needs where linearize is to choose layers, heads or windows, as its arguments."""
-    return {"choose": chooser(scoring), "choose_windows": window_chooser(scoring)}
+    return {"choose": functools.partial(choose, scoring), "choose_windows": functools.partial(choose_windows, scoring)}
 
 
 class Scorer:

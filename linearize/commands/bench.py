@@ -40,9 +40,10 @@ def bench_kernels(
     with starting(TORCH):
         from ..bench.kernels import bench_kernels as measure
         from ..bench.kernels import failures
-        from ..bench.report import check_plot, markdown, plot
+        from ..bench.report import markdown, plot
         from ..checkpoint.atomic import check_result, write_result
         from ..errors import Exit, LinearizeError, absent
+        from ..page.drawing import pillow
 
     def tell(row: str, result: dict[str, Any]) -> None:
         say(row)
@@ -55,7 +56,7 @@ def bench_kernels(
     if save is not None:
         check_result(save, '{"machine": ', "bench kernels")
     if picture is not None:
-        check_plot()
+        pillow("--plot")
     result = measure(mechanism, tokens, tell, presets=preset)
     if as_json:
         print_json(result)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import LinearizeError
+from ..plan.heads import regrouped, written
+from ..plan.keep import LONGEST, MEANING, UNSCORED, KeptWindow
+from ..terminal.arguments import Revision, Trust, path
 from ..terminal.arguments import model as model_name
-from ..terminal.arguments import path
-from ..terminal.output import Json, print_json, say
+from ..terminal.output import Json, counted, layers_named, nats, print_json, ranges, say, size
 from ..terminal.progress import starting
+from ..terminal.tables import alike, attention, chosen_options, console, table
+
+if TYPE_CHECKING:
+    from ..plan.keep import Choice, WindowChoice
+    from ..plan.plan import Plan
 
 
 def convert(
@@ -104,10 +111,8 @@ def convert(
         bool, typer.Option("--copy", help="Copy the source's shards. Default: hard links where the disk allows them.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that linearize wrote.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
     verify: Annotated[
         str,
         typer.Option(
@@ -142,7 +147,6 @@ def convert(
         from ..diffusion import convert as of_diffusers
         from ..hub import push as hub
         from ..plan.keep import is_auto
-        from ..terminal.tables import plan_table
 
     seed = 0
     if is_recipe(model, values or []):
@@ -298,3 +302,152 @@ def of_scoring(method: str, text: Path | None, recipe: Any = None) -> dict[str, 
         scoring["text"] = TextSource(files=(text,))
     found = Scoring(**scoring)
     return choosers(found) | ({} if text is None else {"price": pricer(found)})
+
+
+def plan_table(plan: Plan) -> None:
+    """What becomes what, and what it costs."""
+    from rich.text import Text
+
+    out = console()
+    title = f"{plan.source} ({plan.architecture}, {plan.dtype}), params and state of one layer"
+    columns = {"layers": "short", "module": "text", "from": "text", "to": "short"}
+    columns |= {"new params": "number", "state": "number"}
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    last = plan.reconversions[-1] if plan.reconversions else None
+    for step in plan.steps:
+        site = step.site
+        stays = "\n(as it is)" if last and site.path not in last.added else ""
+        heads = f"{site.kind}\n{site.heads}/{site.kv_heads}x{site.key_dim}"
+        exact, kv = "", ""
+        if site.softmax_groups:
+            exact, kv = f"\nsoftmax in {len(site.softmax_groups)}/{site.kv_heads}", "\n+ KV cache"
+        cost = f"{step.new_parameters:,}", (size(step.state_bytes) if site.causal else "none") + kv
+        rows.append((site.layer, (site.path, heads, attention(plan, step) + exact + stays, *cost)))
+    for site in plan.kept:
+        how = "given back" if last and site.path in last.restored else "kept"
+        rows.append(
+            (site.layer, (site.path, site.kind, f"softmax\n({how})", "", "KV cache" if site.causal else "none"))
+        )
+    out.print(table(columns, alike(rows), title))
+    options: dict[str, list[int]] = {}
+    for step in plan.linear:
+        options.setdefault(chosen_options(step), []).append(step.site.layer)
+    for chosen, layers in options.items():
+        of = f" of layers {ranges(layers)}" if len(options) > 1 else ""
+        out.print(f"options{of}: {chosen}")
+    for tokens, label in () if not plan.cache_bytes(1)["source"] else ((4096, "4k"), (131072, "128k")):
+        cache = plan.cache_bytes(tokens)
+        out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
+    if last:
+        out.print(reconversion_text(plan))
+    rewritten = "source weights are copied as they are" if plan.copy else "source weights stay as they are"
+    if plan.cast:
+        rewritten = f"{plan.rounding or f'source weights are cast to {plan.dtype}'}, shard by shard"
+    elif plan.pickled:
+        rewritten = "source weights are rewritten as safetensors, shard by shard"
+    linked = not (plan.cast or plan.pickled or plan.copy)
+    rest = f" beyond {size(plan.source_bytes)} of linked or copied shards" if linked else ""
+    out.print(
+        f"{plan.new_parameters:,} new parameters in {counted(len(plan.linear), 'layer')}; {rewritten}; "
+        f"disk needed: {size(plan.needed_bytes)}{rest}"
+    )
+    if linked:
+        out.print(
+            "the result's shards of source weights are hard links to the source's files where the disk allows: what is "
+            "written into one of them, in place, is in both (--copy makes copies)"
+        )
+    for choice, flag in ((plan.choice, "--keep-softmax"), (plan.heads_choice, "--keep-heads")):
+        if choice is not None and choice.scores:
+            choice_table(choice, flag)
+    if plan.window_choice is not None:
+        windows_table(plan.window_choice)
+    elif plan.local and not last:
+        out.print(window_text(plan.choice))
+    if plan.softmax:
+        out.print(plan.softmax)
+    if plan.softmax_groups:
+        out.print(f"softmax stays in key heads (layer:head) {written(plan.softmax_groups)}")
+    for other in plan.others:
+        out.print(f"stays as it is: {other}")
+    for note in plan.notes:
+        out.print(Text("dropped", "yellow"), note)
+
+
+def reconversion_text(plan: Plan) -> str:
+    """What the last conversion changes in a model that was converted before."""
+    last = plan.reconversions[-1]
+    new = [step for step in plan.steps if step.site.path in last.added]
+    back = [site.layer for site in plan.kept if site.path in last.restored]
+    become = "becomes" if len(new) == 1 else "become"
+    changes = [f"{layers_named(s.site.layer for s in new)} {become} {new[0].mechanism}"] if new else []
+    gets = "gets softmax back, and its mixer is" if len(back) == 1 else "get softmax back, and their mixers are"
+    changes += [f"{layers_named(back)} {gets} dropped"] if back else []
+    return f"{last.folder} is converted already: {'; '.join(changes)}; all other weights stay as they are"
+
+
+def choice_table(choice: Choice, flag: str) -> None:
+    """The score of every layer, or head, what was chosen, and how to have it again without scoring; `flag` asked."""
+    out = console()
+    what, names = ("head", [*choice.kept]) if flag == "--keep-heads" else ("layer", [*map(str, choice.kept)])
+    scores = [(name, f"{score:.3f}", "softmax (kept)" * (name in names)) for name, score in choice.scores.items()]
+    out.print(table({what: "number", "score": "number", "attention": "short"}, scores))
+    out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
+    if choice.method != "gates":
+        mean = ", the mean of text and repetition" if choice.recalls else ""
+        out.print(f"the loss is KL from the source, as a share of that with no {what} kept{mean}")
+    texts = counted(choice.recalls, "text that asks", "texts that ask")
+    recall = f" and {texts} for a repetition" if choice.recalls else ""
+    if choice.lacking:
+        recall = f" alone ({choice.lacking})"
+    rows = f" in rows of {choice.seq_len:,}" if choice.seq_len else ""  # earlier versions did not say
+    out.print(f"scored on {choice.tokens:,} tokens{rows} of {choice.text}{recall}, mixers trained for a moment")
+    for kind, linear in choice.kl["linear"].items():
+        these = nats(choice.kl["kept"][kind])
+        out.print(f"KL from the source in nats a token, {kind}: {nats(linear)} with no {what} kept, {these} with these")
+    again = f"'{regrouped(choice.kept)}'" if what == "head" else ",".join(names)
+    out.print(f"{flag} {again} repeats this without scoring")
+
+
+def window_text(choice: Choice | None) -> str:
+    """What the window of kept softmax costs, or how to measure it."""
+    if choice is None or choice.method == UNSCORED:
+        return "what the window of kept softmax costs was not measured: --score-text FILE measures it on texts of yours"
+    if not choice.window:
+        longer = f"documents longer than it, which the model knows, of {LONGEST:,} tokens at most"
+        return f"what the window of kept softmax costs was not measured: it takes {longer}, and {choice.text} gave none"
+    return "\n".join(cost_lines(choice.window, choice.text))
+
+
+def cost_lines(costs: dict[str, dict[str, float]], text: str) -> list[str]:
+    """What the source loses by a window in some layers, a line for each kind of text."""
+    lines = []
+    for kind, cost in costs.items():
+        where = text if kind == "text" else "texts that ask for a repetition"
+        lines.append(
+            f"cost of the window in the kept layers of the source, at the end of {where} of {cost['length']:,} tokens: "
+            f"perplexity {cost['source_ppl']:.3f} becomes {cost['ppl']:.3f}, KL {nats(cost['kl'])} nats a token"
+        )
+    return lines
+
+
+def windows_table(windows: WindowChoice) -> None:
+    """What a window costs in each kept layer, which have it, and how to have that again without measuring."""
+    out, asked = console(), KeptWindow.parse(windows.asked)
+    if not windows.costs:
+        out.print(f"--kept-window {windows.asked}: all kept layers see all tokens, since {windows.lacking}")
+        return
+    kinds = [*next(iter(windows.costs.values()))]
+    rows = []
+    for layer, cost in windows.costs.items():
+        reach = f"the last {asked.tokens:,}" if int(layer) in windows.near else "all tokens"
+        rows.append((layer, *(nats(cost[kind]["kl"]) for kind in kinds), reach))
+    out.print(table({"layer": "number"} | {f"KL, {kind}": "number" for kind in kinds} | {"sees": "short"}, rows))
+    limit = f"the last {asked.tokens:,} and the first ones alone where KL is at most {windows.limit:g} nats a token"
+    out.print(f"{windows.asked}: the window in one kept layer of the source at a time; {limit}, also in all of them")
+    length = next(iter(windows.costs.values()))["text"]["length"]
+    lists = ", and of lists to repeat" if "recall" in kinds else ""
+    out.print(f"measured at the end of documents of {length:,} tokens of {windows.text}{lists}")
+    for line in cost_lines(windows.together, windows.text):
+        out.print(line)
+    again = f"{asked.tokens}@{','.join(map(str, windows.near))}" if windows.near else ""
+    out.print(f"--kept-window {again} repeats this without measuring" if again else "no kept layer gets the window")

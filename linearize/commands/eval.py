@@ -12,9 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..demo import named_base
-from ..terminal.arguments import path
-from ..terminal.output import Json, finite, print_json, say
+from ..terminal.arguments import Converted, Device, Dtype, Trust, path
+from ..terminal.output import Json, finite, nats, percent, print_json, say, size
 from ..terminal.progress import starting
+from ..terminal.tables import (
+    asked_rows,
+    console,
+    empty_tasks_note,
+    note_below,
+    positions_table,
+    table,
+    task_rows,
+    written_dtypes,
+)
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -34,7 +44,7 @@ OF_MODELS = (*OF_TEXT, "tasks", *OF_TASKS, "batch_tokens", "dtype")
 
 
 def evaluate(
-    student: Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.")],
+    student: Converted,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Recipe values as key.sub=value, to choose the text.")
     ] = None,
@@ -70,11 +80,9 @@ def evaluate(
         int | None, typer.Option(min=0, help="With --tasks: examples before each question. Default: the task's own.")
     ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
-    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")] = "keep",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the models that linearize did not write.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "keep",
+    trust_remote_code: Trust = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -121,7 +129,6 @@ def evaluate(
         if overrides:
             raise LinearizeError(f"{' '.join(overrides)}: recipe values choose a text, and --tasks have their own")
         from ..measure.tasks import find_tasks, run_tasks
-        from ..terminal.tables import tasks_table
 
         teacher = teacher or (heldout_of(run, _plan_of(student))[1] if of_run else "")
         if teacher:
@@ -153,7 +160,6 @@ def evaluate(
     from ..measure.embeddings import compare_embeddings
     from ..measure.evaluate import random_teacher_warning
     from ..measure.generate import load_any, with_tokenizer
-    from ..terminal.tables import answers_table, comparison_table, embeddings_table, remarks
     from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
 
@@ -269,3 +275,82 @@ def _evaluate_latents(
         say(f"wrote {output} and {drawn}: samples of the student, and of the teacher below")
     if as_json:
         print_json(result)
+
+
+def comparison_table(result: dict[str, Any]) -> None:
+    """What `linearize eval` measured."""
+    student, teacher = result["student_ppl"], result["teacher_ppl"]
+    rows: list[tuple[str, ...]] = [
+        ("perplexity", f"{student:.3f} ({result['ppl_ratio']:.3f}x)", f"{teacher:.3f}"),
+        ("KL from the teacher, nats a token", nats(result["kl"]), ""),
+        ("same prediction (likeliest token)", percent(result["top1_agreement"]), ""),
+        *asked_rows(result),
+    ]
+    both = "both in " * (len({*result["dtypes"].values()}) > 1)
+    for row in result["state"]:
+        cells = [size(row[who]) for who in ("student", "teacher")]
+        rows.append((f"state at {row['length']:,} tokens, {both}{result['state_dtype']}", *cells))
+    columns = {"": "text", "student": "number", "teacher": "number"}
+    title = f"{result['read']:,} tokens of {result['text']}, in rows of {result['seq_len']:,}; "
+    title += f"{result['tokens']:,} of them are predicted; {written_dtypes(result['dtypes'])}"
+    console().print(table(columns, rows, title))
+    console().print(
+        "recall: second words of a list of pairs, asked for by the first; needle: one such pair in other text"
+    )
+    positions_table(result["positions"])
+
+
+def answers_table(result: dict[str, Any]) -> None:
+    """What `linearize eval` measured of images or masked text."""
+    images, parts = result["kind"] == "images", result["predicts"] == "parts"
+    one, many = ("image", "images") if images else ("hidden token", "hidden tokens")
+    rows: list[tuple[str, ...]] = []
+    if result["labelled"]:
+        labels = "" if result["labelled"] == result["asked"] else f", {result['labelled']:,} with a label"
+        rows = [
+            (f"accuracy{labels}", percent(result["student_accuracy"]), percent(result["teacher_accuracy"])),
+            ("perplexity of the labels", f"{result['student_ppl']:.3f}", f"{result['teacher_ppl']:.3f}"),
+        ]
+    if result["predicts"] == "numbers":
+        rows = [("squared error relative to the teacher's own square", nats(result["relative_error"]), "")]
+    else:
+        one = "patch or pixel" if parts else one
+        same = f"same class of a {one}" if parts else f"same {'class' if images else 'token'}"
+        rows += [
+            (same, percent(result["top1_agreement"]), ""),
+            (f"KL from the teacher, nats per {one}", nats(result["kl"]), ""),
+        ]
+    columns = {"": "text", "student": "number", "teacher": "number"}
+    console().print(table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))
+
+
+def embeddings_table(result: dict[str, Any]) -> None:
+    """What `linearize eval` measured of two sentence encoders."""
+    rows: list[tuple[str, ...]] = []
+    for what in ("sentences", "passages"):
+        rows.append((f"Spearman of similarities, pairs of {what}", f"{result[f'spearman_{what}']:.4f}", ""))
+        rows.append((f"cosine with the teacher's vector, {what}", f"{result[f'cosine_{what}']:.4f}", ""))
+    for places in (1, 10):
+        found = (percent(result[f"{who}_found_{places}"]) for who in ("student", "teacher"))
+        rows.append((f"passage found by its first sentence, top {places}", *found))
+    rows.append(("same passage found first", percent(result["same_answer"]), ""))
+    columns = {"": "text", "student": "number", "teacher": "number"}
+    title = f"{result['passages']:,} passages of {result['data']}, {result['longest']:,} tokens at most"
+    console().print(table(columns, rows, title))
+
+
+def tasks_table(result: dict[str, Any]) -> None:
+    """What lm-evaluation-harness measured."""
+    kinds = ("text", "short", "number", "number", "number", "number")
+    headings, rows = task_rows(result)
+    console().print(table(dict(zip(headings, kinds, strict=False)), rows, f"lm-evaluation-harness {result['harness']}"))
+    for row in result["tasks"] if result["teacher"] else ():
+        found = [one["teacher"] for one in row["metrics"] if one.get("higher_is_better")]
+        if found and not any(found):
+            console().print(f"note: {row['task']} compares nothing here: the teacher itself is right in no row")
+
+
+def remarks(result: dict[str, Any]) -> list[str]:
+    """Sentences on figures of `linearize eval` that are easily misread."""
+    nothing = empty_tasks_note(result)
+    return [note for note in (note_below(result["ppl_ratio"]), f"note: {nothing}" * bool(nothing)) if note]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, LinearizeError, did_you_mean
-from ..terminal.arguments import path
+from ..terminal.arguments import Converted, Revision, Trust, path
 from ..terminal.output import say
 from ..terminal.progress import starting
 
@@ -21,7 +21,7 @@ NO_GGUF = (
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.")],
+    model: Converted,
     to: Annotated[str, typer.Option("--to", help="Format of a graph: onnx.")] = "onnx",
     form: Annotated[
         str | None,
@@ -30,10 +30,8 @@ def export(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.", parser=path)
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
 ) -> None:
     """Write a converted model for another runtime, and check it against the model: as an architecture that vLLM, MLX
     and others know (--as), or as a graph of gla, retnet, gdn or window (--to onnx)."""

@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.arguments import check_base
-from ..terminal.output import Json, print_json, say
+from ..terminal.arguments import Overrides, check_base
+from ..terminal.output import Json, print_json, say, short, size
 from ..terminal.progress import starting
+from ..terminal.tables import console, evaluation_figures, note_below, positions_table, row_name, table, unit_of_stages
+from .estimate import data_lines, estimate_table
 
 
 def finetune(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a preset (list: linearize recipes ls).")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
-    ] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each stage will do, and stop.")] = False,
     resume: Annotated[
         str,
@@ -41,7 +41,6 @@ def finetune(
         from .. import finetune as story
         from ..job.dry_run import dry_run as estimated
         from ..job.notes import next_commands
-        from ..terminal.tables import data_lines, estimate_table, recipe_table, report_table
 
     result: dict[str, Any]
     if dry_run:
@@ -83,3 +82,55 @@ def _finetune_latents(
         prediction_table(result["predictions"])
     if as_json:
         print_json(result)
+
+
+def recipe_table(plans: list[dict[str, Any]]) -> None:
+    """What each stage will do, within 80 columns; `--json` has the exact numbers."""
+    columns = {"stage": "short", "trains": "text"}
+    unit = unit_of_stages(plans)
+    columns |= dict.fromkeys(("parameters", "steps", unit, "lr"), "number") | {"teacher copy": "text"}
+    rows = []
+    for plan in plans:
+        named = plan["name"] != plan["kind"]
+        rows.append(
+            (
+                f"{plan['name']}\n({plan['kind']})" if named else plan["name"],
+                ", ".join(plan["train"]),
+                short(plan["parameters"]),
+                f"{plan['steps']:,}" if plan["steps"] else f"{plan['epochs']:g} epochs",
+                short(plan["tokens"]) if plan["tokens"] else "",
+                f"{plan['lr']:g}" + (f"\n{plan['new_lr']:g} new" if plan["new_lr"] else ""),
+                size(plan["teacher_copy_bytes"]) if plan["teacher_copy_bytes"] else "none",
+            )
+        )
+    console().print(table(columns, rows, "stages"))
+
+
+def report_table(report: dict[str, Any]) -> None:
+    """Held-out perplexity along the run, of images accuracy before it, of maps what `evaluation_figures` has, and how
+    close each layer came."""
+    out = console()
+    unit = report.get("unit") or "tokens"
+    rows: list[dict[str, str]] = []
+    if report["teacher_ppl"] is not None:
+        who = f"teacher ({report['teacher']['model']})" if report.get("teacher") else "teacher (softmax)"
+        teacher = {"name": who, "ppl": report["teacher_ppl"], "accuracy": report.get("teacher_accuracy")}
+        rows.append(evaluation_cells(teacher | {"ppl_ratio": 1.0}, unit))
+    rows += [evaluation_cells(row, unit) for row in report["stages"]]
+    if rows:
+        columns = {name: "number" if name else "text" for name in rows[0]}
+        out.print(table(columns, [tuple(row.values()) for row in rows], f"held-out {[*rows[0]][2]}"))
+    if unit == "tokens" and report["stages"] and (note := note_below(report["stages"][-1].get("ppl_ratio"))):
+        out.print(note)
+    positions_table(report.get("positions"))
+    if report["layers"]:
+        columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
+        layers = [(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}") for row in report["layers"]]
+        out.print(table(columns, layers, "attention output against the teacher's, per layer"))
+
+
+def evaluation_cells(row: dict[str, Any], unit: str) -> dict[str, str]:
+    """A row of a report in cells, by their headings."""
+    named = row_name(row["name"], row.get("calibrated"))
+    trained = f"{row['tokens']:,}" if "tokens" in row else ""
+    return {"": named, f"training {unit}": trained} | evaluation_figures(row, unit, ".3f")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.arguments import Device, Dtype, Revision, Trust
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, counted, print_json, say, show
 from ..terminal.progress import starting
@@ -24,17 +25,15 @@ def generate(
         float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that have this total probability.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Sampling seed.")] = 0,
-    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")] = "keep",
+    device: Device = "auto",
+    dtype: Dtype = "keep",
     teacher: Annotated[bool, typer.Option("--teacher", help="Run the softmax teacher on the same weights.")] = False,
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="On a GPU, compile the decode step: takes about 15 s, then decoding is faster."),
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Continue a text: print the prompt, then what the model writes, token by token."""

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.arguments import path
+from ..terminal.arguments import Trust, path
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
+from ..terminal.tables import console, table
 
 
 def push(
@@ -31,9 +32,7 @@ def push(
             parser=path,
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code to run that linearize did not write.")
-    ] = False,
+    trust_remote_code: Trust = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the folder, list what would be uploaded, and stop.")
     ] = False,
@@ -46,7 +45,6 @@ def push(
         from ..diffusion.convert import holds_diffusers
         from ..errors import LinearizeError
         from ..hub import push as hub
-        from ..terminal.tables import files_table
 
     asked: dict[str, Any] = {"private": private, "pr": pr, "message": message, "trust_remote_code": trust_remote_code}
     pipeline = holds_diffusers(str(folder))
@@ -71,3 +69,9 @@ def push(
             result |= hub.push(upload, say)
     if as_json:
         print_json(result)
+
+
+def files_table(files: dict[str, int], title: str) -> None:
+    """What `linearize push` would upload: name -> bytes, and their sum."""
+    rows = [(name, f"{size:,}") for name, size in [*files.items(), ("sum", sum(files.values()))]]
+    console().print(table({"file": "text", "bytes": "number"}, rows, title))

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..terminal.arguments import path
-from ..terminal.output import Json, print_json, say
+from ..terminal.output import Json, counted, print_json, say
 from ..terminal.progress import starting
+from ..terminal.tables import console, results, table
 
 USUAL = "demo"
 # Beside what the demo changes in its preset: the evaluation loads every result.
@@ -60,7 +61,6 @@ def race(
         say(DEFAULT_TEXT)
     from ..page.race import race_tables
     from ..race.race import estimated, plan_race, run_race
-    from ..terminal.tables import race_table, results, table
 
     folder = output or Path("runs") / f"race-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(model).name) or 'model'}"
     request = EvalRequest(parse_lengths(lengths), trials, common.seed, 8192, generate)
@@ -95,3 +95,24 @@ def parse_tokens(text: str) -> int | None:
     except ValidationError:
         raise LinearizeError(f"--tokens {text}: give a whole number above 0, such as 40k, 7.8M or 65536") from None
     return found
+
+
+def race_table(plan: dict[str, Any]) -> None:
+    """What the contestants of a race will do."""
+    columns = {"contestant": "short", "what it does": "text", "softmax in": "short", "stages": "text"}
+    columns |= {"minutes": "number"}
+    rows = []
+    for one in plan["contestants"]:
+        if not one["chosen"]:
+            continue
+        stages = []
+        for recipe in one["recipes"]:
+            turned = f"layers {recipe['convert']['layers']}: " if len(one["recipes"]) > 1 else ""
+            steps = ", ".join(f"{stage['name']} {counted(stage['steps'], 'step')}" for stage in recipe["stages"])
+            stages.append(f"{turned}{steps}")
+        minutes = "" if one["hours"] is None else f"{60 * one['hours']:.1f}"
+        kept = one["recipes"][-1]["convert"]["keep_softmax"] or "none"
+        rows.append((one["name"], f"{one['about']} ({one['source']})", kept, "\n".join(stages), minutes))
+    out = console()
+    out.print(table(columns, rows, f"{plan['race']}: {plan['tokens']:,} training tokens each"))
+    out.print("minutes: training steps at the rates of the two stages of the common recipe, estimated from configs")

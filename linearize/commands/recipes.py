@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import Exit, LinearizeError
 from ..terminal.arguments import path, split_values
 from ..terminal.output import Json, print_json, say, say_error
+from ..terminal.tables import results, table
+
+if TYPE_CHECKING:
+    from ..recipe.presets import Preset
 
 recipes = typer.Typer(no_args_is_help=True, help="List, copy and check recipes.")
 
@@ -20,7 +24,6 @@ Name = Annotated[str, typer.Argument(help="Name of a preset (list: linearize rec
 def ls(as_json: Json = False) -> None:
     """List the presets: name, and what each does."""
     from ..recipe.presets import presets
-    from ..terminal.tables import presets_table
 
     found = presets()
     if as_json:
@@ -111,3 +114,8 @@ def schema() -> None:
     from ..recipe.schema import recipe_schema
 
     print_json(recipe_schema(), indent=2)
+
+
+def presets_table(found: list[Preset]) -> None:
+    """One row a preset."""
+    results().print(table({"preset": "short", "what it does": "text"}, [(one.name, one.about) for one in found]))

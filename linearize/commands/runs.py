@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..terminal.arguments import path
-from ..terminal.output import Json, print_json, say
+from ..terminal.output import Json, layers_named, percent, print_json, say, short
 from ..terminal.progress import TORCH, starting
+from ..terminal.tables import asked_for, results, table
 
 
 def runs(
@@ -19,7 +20,6 @@ def runs(
     """List runs of finetune, the newest first: how far each is, and how near its teacher."""
     with starting(TORCH):
         from ..page.compare import list_runs
-        from ..terminal.tables import runs_table
 
     found = list_runs(folder)
     if as_json:
@@ -46,7 +46,6 @@ def compare(
         from ..page.compare import columns, compare_page, figures, labels, notes, notes_below, read_rows, table_rows
         from ..page.html import BEGINS
         from ..terminal.output import size
-        from ..terminal.tables import results, table
 
     found = read_rows(places)
     for note in notes(found):
@@ -63,3 +62,27 @@ def compare(
     results().print(table({"": "text"} | dict.fromkeys(names, "number"), measures))
     for note in notes_below(found):
         say(f"note: {note}")
+
+
+def runs_table(found: list[dict[str, Any]]) -> None:
+    """One row a run; a damaged one says what is wrong with it."""
+    columns = {"run": "text", "base": "text", "attention": "text", "at": "text"}
+    images = any(one.get("unit") == "images" for one in found)
+    columns |= {"trained on" if images else "tokens": "number", "x teacher": "number"}
+    columns |= {"accuracy (teacher's)": "number"} if images else {}
+    columns |= {"changed (UTC)": "short"}
+    rows = []
+    for one in found:
+        if "error" in one:
+            rows.append((one["run"], "", "", one["error"], *[""] * (len(columns) - 4)))
+            continue
+        ratio = "" if one["ppl_ratio"] is None else f"{one['ppl_ratio']:.3f}"
+        attention = "+".join(one["mechanisms"]) + (f", softmax in {layers_named(one['kept'])}" if one["kept"] else "")
+        changed = one["changed"][:16].replace("T", " ")
+        count = asked_for(one["tokens"], one["unit"] == "images") if images else short(one["tokens"])
+        cells: tuple[str, ...] = (one["run"], one["base"], attention, one["at"], count, ratio)
+        if images:
+            both = [percent(one[who]) for who in ("accuracy", "teacher_accuracy")]
+            cells += (both[0] + f" ({both[1]})" * bool(both[1]),)
+        rows.append((*cells, changed))
+    results().print(table(columns, rows))

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.arguments import Converted, Revision, Trust
 from ..terminal.output import say
 from ..terminal.progress import starting
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.")],
+    model: Converted,
     options: Annotated[
         list[str] | None, typer.Argument(help="Options of the server, after --: -- --max-model-len 4096")
     ] = None,
@@ -22,10 +23,8 @@ def serve(
     ] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    trust_remote_code: Trust = False,
+    revision: Revision = None,
 ) -> None:
     """Serve a converted model over HTTP with OpenAI's API, by vLLM or transformers. The exit code is the server's."""
     with starting():

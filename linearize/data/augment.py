@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import Exit, LinearizeError
 
+Bounds = tuple[float, float]
 Augment = Callable[[Any, int], Any]
 """A changed copy of a PIL image; the seed decides how."""
 
@@ -38,16 +39,10 @@ def crop(picture: Any, seed: int) -> Any:
     """A part of the picture of a random size, shape and place, mirrored half of the time."""
     random = _uniform(seed)
     width, height = picture.size
-    box = _square(width, height)
-    for _ in range(TRIES):
-        area = width * height * _between(AREA, next(random))
-        shape = math.exp(_between((math.log(SHAPE[0]), math.log(SHAPE[1])), next(random)))
-        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
-        x, y = next(random), next(random)
-        if 0 < w <= width and 0 < h <= height:
-            left, top = round(x * (width - w)), round(y * (height - h))
-            box = (left, top, left + w, top + h)
-            break
+    box = _rectangle(random, width, height, AREA, SHAPE)
+    if box is None:  # the middle, of a picture that has room for no crop
+        side = min(width, height)
+        box = (width - side) // 2, (height - side) // 2, (width + side) // 2, (height + side) // 2
     from PIL import Image
 
     part = picture.crop(box)
@@ -79,17 +74,11 @@ def erase(pixels: Tensor, chance: float, seed: int) -> Tensor:
     random, (_, height, width) = _uniform(seed), pixels.shape
     if next(random) >= chance:
         return pixels
-    for _ in range(TRIES):
-        area = width * height * _between(ERASED, next(random))
-        shape = math.exp(_between((math.log(ERASED_SHAPE[0]), math.log(ERASED_SHAPE[1])), next(random)))
-        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
-        x, y = next(random), next(random)
-        if 0 < w < width and 0 < h < height:
-            top, left = round(y * (height - h)), round(x * (width - w))
-            noise = torch.randn((len(pixels), h, w), generator=torch.Generator().manual_seed(seed))
-            pixels = pixels.clone()
-            pixels[:, top : top + h, left : left + w] = noise
-            break
+    box = _rectangle(random, width, height, ERASED, ERASED_SHAPE, smaller=True)
+    if box is not None:
+        left, top, right, bottom = box
+        pixels, generator = pixels.clone(), torch.Generator().manual_seed(seed)
+        pixels[:, top:bottom, left:right] = torch.randn((len(pixels), bottom - top, right - left), generator=generator)
     return pixels
 
 
@@ -126,12 +115,21 @@ def _uniform(seed: int) -> Iterator[float]:
         yield float(torch.rand((), generator=generator))
 
 
-def _between(bounds: tuple[float, float], share: float) -> float:
+def _between(bounds: Bounds, share: float) -> float:
     return bounds[0] + (bounds[1] - bounds[0]) * share
 
 
-def _square(width: int, height: int) -> tuple[int, int, int, int]:
-    """The middle of a picture that has room for no crop."""
-    side = min(width, height)
-    left, top = (width - side) // 2, (height - side) // 2
-    return left, top, left + side, top + side
+def _rectangle(
+    random: Iterator[float], width: int, height: int, areas: Bounds, shapes: Bounds, smaller: bool = False
+) -> tuple[int, int, int, int] | None:
+    """Left, top, right and bottom of a rectangle of a random area, shape and place in a picture, which it may fill
+    unless it is to be `smaller`; None where TRIES found none."""
+    for _ in range(TRIES):
+        area = width * height * _between(areas, next(random))
+        shape = math.exp(_between((math.log(shapes[0]), math.log(shapes[1])), next(random)))
+        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        x, y = next(random), next(random)
+        if 0 < w <= width - smaller and 0 < h <= height - smaller:
+            left, top = round(x * (width - w)), round(y * (height - h))
+            return left, top, left + w, top + h
+    return None

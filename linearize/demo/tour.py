@@ -15,13 +15,15 @@ from rich.panel import Panel
 
 from ..checkpoint.manifest import read_plan
 from ..checkpoint.provenance import check_code_cache
+from ..commands.convert import plan_table
 from ..finetune import finetune
 from ..job.source import plan_base
 from ..measure.compare import read_blocks
 from ..measure.generate import load
 from ..measure.recall import Writer, rows_of, score
 from ..recipe.recipe import Recipe, load_recipe
-from ..terminal.tables import console, demo_table, plan_table
+from ..terminal.output import nats, percent, size
+from ..terminal.tables import console, table
 from ..verify.reload import clean_command, result_of, started
 from . import model_folder
 
@@ -135,3 +137,19 @@ def side_by_side(folders: Mapping[str, Path], prompt: str, say: Say) -> dict[str
             live.console.line()
         result_of(process)
     return texts
+
+
+def demo_table(found: dict[str, dict[str, Any]], kept: str) -> None:
+    """The demo's teacher and students side by side, by what `linearize.demo.tour.compared` found."""
+    distances = ("" if who == "teacher" else nats(one["kl"]) for who, one in found.items())
+    rows = [
+        ("perplexity", *(f"{one['ppl']:.3f}" for one in found.values())),
+        ("x teacher", *(f"{one['ppl_ratio']:.3f}" for one in found.values())),
+        ("KL from the teacher, nats a token", *distances),
+        ("needles found", *(percent(one["needle"]) for one in found.values())),
+    ]
+    for tokens in found["teacher"]["cache"]:
+        sizes = (size(one["cache"][tokens]) for one in found.values())
+        rows.append((f"cache at {tokens:,} tokens, {found['teacher']['dtype']}", *sizes))
+    columns = {"": "text"} | dict.fromkeys(("teacher", f"softmax in {kept}", "all linear"), "number")
+    console().print(table(columns, rows, "teacher and students, on Python that none was trained on"))

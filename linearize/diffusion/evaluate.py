@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError
+from ..page.drawing import pillow
 from ..terminal.progress import Advance, progress, silent
 from ..train.loop import seed_for
 from .latents import Data, Noise, inputs_of
@@ -19,6 +19,7 @@ from .recipe import DiffusionEval
 Predict = Callable[[dict[str, Any]], Tensor]
 # Latents of one pass.
 ROWS = 8
+SAMPLES = "a picture of samples"
 
 
 def latents_compared(data: Data, asked: DiffusionEval) -> int:
@@ -87,16 +88,6 @@ def sample(model: Any, predict: Predict, data: Data, noise: Noise, asked: Diffus
     return x
 
 
-def pillow() -> Any:
-    """The module that makes pictures. Raises LinearizeError (exit 4) where it is missing."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        message = 'a picture of samples needs pillow: pip install "linearize[vision]"'
-        raise LinearizeError(message, Exit.RESOURCE) from error
-    return Image
-
-
 def setback(before: list[dict[str, float]], after: list[dict[str, float]]) -> str | None:
     """What is said where training led away from the teacher's predictions."""
     was, now = (sum(row["error"] for row in table) / len(table) for table in (before, after))
@@ -113,7 +104,7 @@ def picture(rows: dict[str, Tensor], decode: Callable[[Tensor], Tensor] | None) 
 
     Raises LinearizeError (exit 4) without pillow.
     """
-    Image = pillow()
+    Image = pillow(SAMPLES)
     images = {name: (decode(x) if decode is not None else x).float().cpu() for name, x in rows.items()}
     flat = {name: x if x.ndim == 4 else x[:, :, 0] for name, x in images.items()}  # of films the first frame
     shown = [x[:, :3] if x.shape[1] >= 3 else x[:, :1].expand(-1, 3, -1, -1) for x in flat.values()]

@@ -27,7 +27,8 @@ from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_s
 from ..checkpoint.source import Entry, read_header, read_json
 from ..convert import check_disk, separate
 from ..errors import Exit, LinearizeError, check_file, did_you_mean, reason_of, resource_error, undamaged
-from ..hub.push import check_access
+from ..hub.push import check_access, push_saved
+from ..page.drawing import pillow
 from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
 from ..recipe.renamed import present_keys
@@ -37,7 +38,7 @@ from ..train.device import resolve_precision, takes_cpu
 from ..train.runtime import PATIENCE
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
-from .evaluate import compare_predictions, latents_compared, picture, pillow, sample, setback
+from .evaluate import SAMPLES, compare_predictions, latents_compared, picture, sample, setback
 from .latents import Data, Noise, noise_of, read_data
 from .recipe import DiffusionRecipe
 from .record import RECORD, begin, check_owned, finished, read_record, write_record
@@ -62,7 +63,7 @@ def finetune(
         say(f"{folder / 'final'} is finished already; `--resume never` would start over")
         with undamaged(folder / REPORT, f"Remove {folder / 'final'}, and the same command writes both again"):
             return {**read_json(folder / REPORT), "output": str(folder / "final")}
-    pillow()
+    pillow(SAMPLES)
     accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
     from .train import Distiller
@@ -139,9 +140,10 @@ def finetune(
         (folder / STATE).unlink(missing_ok=True)
         say(f"saved {folder / 'final'}; samples of student and teacher are in {folder / PICTURE}")
         if recipe.finish.push is not None:
-            from .push import push_saved
+            from .push import plan_push
 
-            report["pushed"] = push_saved(folder / "final", recipe.finish.push, recipe.model.trust_remote_code, say)
+            given = folder / "final", recipe.finish.push, recipe.model.trust_remote_code, say
+            report["pushed"] = push_saved(*given, plan_push)
     accelerator.wait_for_everyone()
     return report
 
@@ -171,7 +173,7 @@ def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
     """A converted pipeline, `model.base`, beside its own teacher: errors by noise level, and a picture of samples."""
     from .train import Distiller
 
-    pillow()
+    pillow(SAMPLES)
     accelerator = make_accelerator(recipe)
     base = Path(recipe.model.base).expanduser()
     model, noise = open_model(base, recipe)
@@ -410,7 +412,7 @@ def save(
     part = parts_of(base)[0]
     prefix = f"{part}/" if part else ""
     values = {name: value.detach().cpu() for name, value in model.named_parameters() if name in names}
-    hashes = checkpoint.no_hashes() | {kind: manifest[kind] for kind in checkpoint.no_hashes() if kind in manifest}
+    hashes = checkpoint.recorded_hashes(manifest)
     with output_folder(output, overwrite=True) as folder:
         for path in kept_files(base):
             name = path.relative_to(base)

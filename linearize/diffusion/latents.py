@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import Exit, LinearizeError, absent, check_file
+from ..page.drawing import pillow
 from ..plan.plan import some
 from .recipe import Latents
 
@@ -120,11 +121,7 @@ def _rows(path: Path, axes: int) -> list[Tensor]:
 
 def _image(path: Path, size: int | None) -> Tensor:
     """[3,height,width] from -1 to 1: the middle square at `size`, or as it is."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        message = f'{path} needs pillow to be read: pip install "linearize[vision]"'
-        raise LinearizeError(message, Exit.RESOURCE) from error
+    Image = pillow(f"reading {path}")
     try:
         with Image.open(path) as opened:
             image = opened.convert("RGB")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint.atomic import MANIFEST
 from ..checkpoint.source import read_json
 from ..errors import Exit, LinearizeError
-from ..hub.push import Upload, check_name, listed_upload, push
+from ..hub.push import Upload, check_name, listed_upload
 from ..plan.plan import Plan
 from ..verify.child.latents import parts_of
 from .verify import origin_of, refuse_code, verify_folder
@@ -38,12 +36,3 @@ def plan_push(
         raise LinearizeError(f"{folder} does not verify: {failed[0].name}: {failed[0].detail}", Exit.CHECK_FAILED)
     plan = Plan.from_json(read_json(folder / MANIFEST)["plan"])
     return listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
-
-
-def push_saved(folder: Path, repo: str, trust_remote_code: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Push what was just saved; when that fails, the message says how to go on."""
-    try:
-        return push(plan_push(folder, repo, trust_remote_code=trust_remote_code), say)
-    except LinearizeError as error:
-        again = f"{error.message}. The model is in {folder}; push it later: linearize push {folder} {repo}"
-        raise LinearizeError(again, error.code) from error

@@ -284,10 +284,12 @@ def check_remote(api: Any, upload: Upload) -> tuple[set[str], str]:
     return set(), info.sha
 
 
-def push_saved(folder: Path, repo: str, trust_remote_code: bool, say: Say) -> dict[str, Any]:
-    """`plan_push` and `push` of a folder just written; when they fail, the message says how to go on."""
+def push_saved(
+    folder: Path, repo: str, trust_remote_code: bool, say: Say, planned: Callable[..., Upload] = plan_push
+) -> dict[str, Any]:
+    """Push a folder just written, as `planned` decides; when that fails, the message says how to go on."""
     try:
-        upload = plan_push(folder, repo, trust_remote_code=trust_remote_code)
+        upload = planned(folder, repo, trust_remote_code=trust_remote_code)
         for note in upload.notes:
             say(f"note: {note}")
         return push(upload, say)

@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from ..errors import Exit, LinearizeError
+
 Point = tuple[float, float]
 Anchor = Literal["start", "middle", "end"]
 
@@ -116,6 +118,15 @@ class Drawing:
         file = io.BytesIO()
         image.reduce(FINER).quantize(128).save(file, "PNG")
         return file.getvalue()
+
+
+def pillow(what: str) -> Any:
+    """Pillow's module for images, which `what` needs. Raises LinearizeError (exit 4) where it is missing."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise LinearizeError(f'{what} needs pillow: pip install "linearize[vision]"', Exit.RESOURCE) from error
+    return Image
 
 
 def stacked(drawings: Sequence[Drawing], gap: float = 16.0) -> Drawing:

@@ -89,8 +89,11 @@ class DemoSource(Strict):
     """Two parts of the running Python's standard library, or the sources of the packages that linearize needs."""
 
 
+OfText = (
+    Annotated[FileSource, Tag("files")] | Annotated[DatasetSource, Tag("path")] | Annotated[DemoSource, Tag("demo")]
+)
 TextSources = Annotated[
-    Annotated[FileSource, Tag("files")] | Annotated[DatasetSource, Tag("path")] | Annotated[DemoSource, Tag("demo")],
+    OfText,
     Discriminator(lambda value: _source_tag(value), "rule", "must be a mapping with exactly one of files, path, demo"),
 ]
 
@@ -156,21 +159,13 @@ def _source_tag(value: Any) -> str | None:
     return tags[0] if len(tags) == 1 else None
 
 
+Alone = OfText | Annotated[ImageSource, Tag("images")] | Annotated[ArraySource, Tag("arrays")]
 Source = Annotated[
-    Annotated[FileSource, Tag("files")]
-    | Annotated[DatasetSource, Tag("path")]
-    | Annotated[DemoSource, Tag("demo")]
-    | Annotated[ImageSource, Tag("images")]
-    | Annotated[ArraySource, Tag("arrays")],
+    Alone,
     Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join([*SOURCES][:-1])}"),
 ]
 TrainSource = Annotated[
-    Annotated[FileSource, Tag("files")]
-    | Annotated[DatasetSource, Tag("path")]
-    | Annotated[DemoSource, Tag("demo")]
-    | Annotated[ImageSource, Tag("images")]
-    | Annotated[ArraySource, Tag("arrays")]
-    | Annotated[MixSource, Tag("mix")],
+    Alone | Annotated[MixSource, Tag("mix")],
     Discriminator(
         _source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}, such as {{files: [a.txt]}}"
     ),

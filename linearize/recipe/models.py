@@ -231,27 +231,32 @@ class Stage(Strict):
     @property
     def weights(self) -> dict[str, float]:
         """Factors of the terms (train/terms.py) that its loss adds up, by name; none where it is another loss."""
-        return {}
+        given = {name: self.of_loss(name, 0.0) for name in TERMS}
+        return {name: weight for name, weight in given.items() if weight > 0}
+
+    def of_loss(self, key: str, default: Any) -> Any:
+        """A key of the stage's `loss`, where that has it."""
+        return getattr(getattr(self, "loss", None), key, default)
 
     @property
     def temperature(self) -> float:
         """Divides the logits of both before a divergence."""
-        return 1.0
-
-    @property
-    def label_smoothing(self) -> float:
-        """The share of each target that all classes or tokens get alike."""
-        return 0.0
+        return self.of_loss("temperature", 1.0)
 
     @property
     def pooling(self) -> Literal["mean", "first"]:
         """How one vector is made of a row's last hidden states."""
-        return "mean"
+        return self.of_loss("pooling", "mean")
 
     @property
     def chunk_size(self) -> int | None:
         """Tokens of each row whose logits are computed at a time; None: all."""
-        return None
+        return self.of_loss("chunk_size", None)
+
+    @property
+    def label_smoothing(self) -> float:
+        """The share of each target that all classes or tokens get alike."""
+        return getattr(self, "smoothing", 0.0)
 
     @property
     def learns_logits(self) -> bool:
@@ -269,19 +274,19 @@ class Stage(Strict):
         return any(TERMS[name].teacher is None for name in self.weights)
 
     @property
-    def answers_alone(self) -> bool:
-        """Whether only answers are targets, in rows that have them."""
-        return False
-
-    @property
     def completions_alone(self) -> bool:
         """Whether it learns its teacher's predictions of answers alone."""
-        return False
+        return getattr(self, "completion_only", False)
+
+    @property
+    def answers_alone(self) -> bool:
+        """Whether only answers are targets, in rows that have them."""
+        return self.kind == "sft" or self.completions_alone
 
     @property
     def loss_name(self) -> str:
         """What the number of each step is called: only numbers of one name can be compared."""
-        return "loss"
+        return "attention error" if self.kind == "attention_transfer" else "loss"
 
     @field_validator("lora")
     @classmethod
@@ -317,10 +322,6 @@ class AttentionTransfer(Stage):
     """Parameters that learn: new (the mechanism's own) or lora."""
     loss: TransferLoss = TransferLoss()
     """How a layer's error is measured."""
-
-    @property
-    def loss_name(self) -> str:
-        return "attention error"
 
 
 # The terms that a recipe may weigh, each a key with its factor: those of features, and the others.
@@ -370,27 +371,6 @@ class LogitKL(Stage):
     completion_only: bool = False
     """Learn the tokens of answers alone: the assistant's of `messages`, or those of `completion`; all of plain text."""
 
-    @property
-    def weights(self) -> dict[str, float]:
-        given = {name: getattr(self.loss, name) for name in WEIGHED}
-        return {name: weight for name, weight in given.items() if weight > 0}
-
-    @property
-    def temperature(self) -> float:
-        return self.loss.temperature
-
-    @property
-    def chunk_size(self) -> int | None:
-        return self.loss.chunk_size
-
-    @property
-    def answers_alone(self) -> bool:
-        return self.completion_only
-
-    @property
-    def completions_alone(self) -> bool:
-        return self.completion_only
-
 
 class OnPolicyLoss(Strict):
     prompt: Count
@@ -412,10 +392,6 @@ class OnPolicyKL(Stage):
     @property
     def weights(self) -> dict[str, float]:
         return {"kl": 1.0}
-
-    @property
-    def temperature(self) -> float:
-        return self.loss.temperature
 
 
 class FeatureLoss(FeatureWeights):
@@ -439,15 +415,6 @@ class FeatureCosine(Stage):
     loss: FeatureLoss = FeatureLoss()
     """What the loss adds up."""
 
-    @property
-    def weights(self) -> dict[str, float]:
-        given = {name: getattr(self.loss, name) for name in OF_FEATURES}
-        return {name: weight for name, weight in given.items() if weight > 0}
-
-    @property
-    def pooling(self) -> Literal["mean", "first"]:
-        return self.loss.pooling
-
 
 class SFT(Stage):
     """Cross entropy: on the classes of images, on the hidden tokens of masked text, on all tokens of packed text, or on
@@ -463,14 +430,6 @@ class SFT(Stage):
     @property
     def weights(self) -> dict[str, float]:
         return {"ce": 1.0}
-
-    @property
-    def label_smoothing(self) -> float:
-        return self.smoothing
-
-    @property
-    def answers_alone(self) -> bool:
-        return True
 
 
 AnyStage = Annotated[AttentionTransfer | LogitKL | OnPolicyKL | FeatureCosine | SFT, Field(discriminator="kind")]

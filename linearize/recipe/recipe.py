@@ -8,7 +8,6 @@ working directory, as on the command line.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -52,7 +51,6 @@ __all__ = [
     "load_recipe",
     "per_step",
     "portable",
-    "recipe_hash",
     "weight_settings",
 ]
 
@@ -141,11 +139,6 @@ def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
 def trains_source(parts: Collection[str]) -> bool:
     """Whether what a stage trains has weights of the source in it, adapters apart."""
     return not {"mixer", "all"}.isdisjoint(parts)
-
-
-def recipe_hash(resolved: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits that name a resolved recipe, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _violations(data: Any, folder: Path, kind: type[Strict]) -> Sequence[Mapping[str, Any]]:

@@ -6,6 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..demo import named_base
 from ..errors import Exit, LinearizeError, near_path
@@ -32,6 +35,20 @@ def model(word: str) -> str:
         message = f"no such folder {name!r}, and it is no Hub id (user/repo){near and '.'}{near}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     return name
+
+
+# Arguments and options that several commands have.
+Model = Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=model)]
+Converted = Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
+]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")]
 
 
 def check_base(overrides: Iterable[str]) -> None:

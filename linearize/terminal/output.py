@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -147,6 +147,13 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table in Markdown; a row that lacks cells gets empty ones at its end."""
+    filled = [[*row, *[""] * (len(columns) - len(row))] for row in (columns, *rows)]
+    first, *others = [f"| {' | '.join(row)} |" for row in filled]
+    return [first, "|---" * len(columns) + "|", *others]
 
 
 def counted(count: int, one: str, many: str = "") -> str:

@@ -279,7 +279,7 @@ def write_trained(student: Student, base: Path, folder: Path, changed: set[str])
     if missing:
         raise RuntimeError(f"the converted base has no {', '.join(sorted(missing))}")
     manifest = json.loads((base / checkpoint.MANIFEST).read_text("utf-8"))
-    before = checkpoint.no_hashes() | {kind: manifest[kind] for kind in checkpoint.no_hashes() if kind in manifest}
+    before = checkpoint.recorded_hashes(manifest)
     shards, untouched = before["untouched"]["shards"], before["untouched"]["tensors"]
     found = checkpoint.no_hashes()
     written = before["written"]["tensors"]

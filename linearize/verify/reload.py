@@ -58,85 +58,9 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 """
 
-# Loads the checkpoint as anyone would. On `meta`, its tensors have names and shapes only: transformers would read
-# every weight in the folder to load it there.
-LOAD = """
-print("done 0.3", flush=True)  # torch is imported
-from transformers import AutoConfig
-from linearize_child.behaviours import decoding
-from linearize_child.inputs import auto_class, keep_first, outputs
-print("done 0.1", flush=True)  # and what looks at models; the rest is their code, and the end of the process
-folder, target, limit, layers, padded = sys.argv[1:6]
-config = keep_first(AutoConfig.from_pretrained(folder, trust_remote_code=True), int(layers))
-auto = auto_class(config)
-if target == "meta":
-    from pathlib import Path
-    from safetensors import safe_open
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-    from transformers.modeling_utils import str_to_torch_dtype
-    weights = {}
-    for shard in Path(folder).glob("*.safetensors"):
-        with safe_open(shard, "pt") as file:
-            for name in file.keys():
-                value = file.get_slice(name)
-                dtype = str_to_torch_dtype[value.get_dtype()]
-                weights[name] = torch.empty(value.get_shape(), dtype=dtype, device="meta")
-    model_class = get_class_from_dynamic_module(config.auto_map[auto], folder)
-    arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
-    arguments["device_map"] = {"": "meta"}
-else:
-    model_class = getattr(transformers, auto)
-    arguments = {"pretrained_model_name_or_path": folder, "trust_remote_code": True, "dtype": torch.float32}
-    arguments |= {"config": config} if int(layers) else {}
-model, report = model_class.from_pretrained(**arguments, output_loading_info=True)
-print("loaded\\ndone 0.4", flush=True)
-steps = None
-if target != "meta":
-    torch.save(outputs(model.eval(), padded == "padded"), target)
-    steps = decoding(model, float(limit))
-ours = tuple(layer["site"]["path"] + ".mixer." for layer in model.config.linearize["layers"])
-print(json.dumps({
-    "report": {key: sorted(map(str, value)) for key, value in report.items()},
-    "steps": steps,
-    "mixers": {name: list(p.shape) for name, p in model.state_dict().items() if name.startswith(ours)},
-}))
-"""
-
-# The other side: the native class on the source's own weights, mixers from the installed package.
-SOURCE_SIDE = """
-import importlib
-import linearize_kernels.window.window
-from linearize_child.inputs import first_of_plan, keep_first, outputs
-from safetensors.torch import load_file
-from transformers.utils import HF_MODULES_CACHE
-from linearize_kernels.hf.capture import capture
-from linearize_kernels.mixer import own_mixer
-from linearize_kernels.hf.attention_hooks import attach
-source, options = sys.argv[3], json.loads(sys.argv[4])
-model_class = getattr(transformers, options["class"], None) or transformers.AutoModelForCausalLM
-arguments = {"dtype": getattr(torch, options["dtype"]), "trust_remote_code": options["trust"]}
-if options["layers"]:
-    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=options["trust"])
-    arguments["config"] = keep_first(config, options["layers"])
-if options["block"]:
-    scheme = transformers.FineGrainedFP8Config(weight_block_size=tuple(options["block"]), dequantize=True)
-    arguments["quantization_config"] = scheme
-model = model_class.from_pretrained(source, **arguments)
-for parameter in model.parameters() if options["block"] else ():  # transformers leaves these in the scales' dtype
-    parameter.data = parameter.data.to(arguments["dtype"])
-spec = first_of_plan(options["spec"], options["layers"])
-names = {layer["mechanism"] for layer in spec["layers"]}
-mechanisms = {n: own_mixer(importlib.import_module(f"linearize_kernels.{n}.{n}")) for n in names}
-routed = all(layer["site"].get("routed", True) for layer in spec["layers"])
-attach(model, spec, mechanisms, None if routed else capture)
-mixers = load_file(sys.argv[1] + "/" + options["mixers"])
-places = tuple(layer["site"]["path"] + ".mixer." for layer in spec["layers"])
-mixers = {name: value for name, value in mixers.items() if name.startswith(places)}
-loaded = model.load_state_dict(mixers, strict=False)
-assert not loaded.unexpected_keys, loaded.unexpected_keys
-print("loaded", flush=True)
-torch.save(outputs(model.float().eval()), sys.argv[2])
-"""
+# The first share of its work is done where torch is imported, which is PRELUDE's.
+LOAD = 'print("done 0.3", flush=True)\nfrom linearize_child.load import main; main()'
+SOURCE_SIDE = "from linearize_child.source_side import main; main()"
 
 # Where a container finds its limit of memory: version 2 of control groups, and 1.
 CGROUPS = (

@@ -68,7 +68,6 @@ def test_a_case_is_measured(linearize: Command, name: str) -> None:
 
 
 def test_all_are_measured_and_drawn(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench, "case_names", lambda: ["gsa", "la"])
     every = ("--mechanism", "all")
     code, out, err = linearize("bench", "kernels", *every, "--tokens", 8, "--plot", tmp_path / "times.png")
@@ -143,11 +142,11 @@ def test_an_unknown_mechanism_is_told_the_nearest(linearize: Command) -> None:
         assert holds(err, "'gsa-windw'", "'gsa-window'")
 
 
-def test_a_picture_needs_matplotlib(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_report.importlib.util, "find_spec", lambda name: None)
+def test_a_picture_needs_pillow(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
     code, out, err = linearize("bench", "kernels", "--plot", tmp_path / "times.png")
     assert (code, out) == (Exit.RESOURCE, "")
-    assert "pip install matplotlib" in err
+    assert "linearize[vision]" in err
 
 
 @pytest.mark.parametrize("option", ["--save", "--plot"])

@@ -19,9 +19,10 @@ from training import byte_tokenizer, recipe_values, stage, write_data
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose, methods
-from linearize.choose.choose import PACKAGES, Scoring, chooser, pricer, recall_batches, text_batches
+from linearize.choose.choose import PACKAGES, Scoring, choosers, pricer, recall_batches, text_batches
 from linearize.choose.methods import gates, restore, swaps
 from linearize.choose.mixture import Mixture
+from linearize.commands.convert import choice_table
 from linearize.convert import convert, plan_conversion
 from linearize.data.batches import run
 from linearize.data.packing import TextSource
@@ -34,7 +35,6 @@ from linearize.plan.heads import leaves_one, named, unscored_heads
 from linearize.plan.keep import METHODS, Choice
 from linearize.plan.plan import Plan
 from linearize.recipe.recipe import Recipe
-from linearize.terminal.tables import choice_table
 from linearize_kernels.hf.attention_hooks import mixers_of
 
 OPTIONS = {"slots": 8, "chunk_size": 16}
@@ -319,7 +319,7 @@ def test_the_window_of_layers_that_are_named_is_measured_where_a_text_is_given(
     scoring = Scoring(text=TextSource(files=(place / "heldout.txt",)), say=quiet)
     monkeypatch.setattr(choose, "by_method", lambda *args: methods.Chosen([MATTERS], dict.fromkeys(range(4), 0.0)))
     monkeypatch.setattr(choose, "TRANSFER_STEPS", 1)
-    chosen = plan_conversion(str(place / "source"), "la", choose=chooser(scoring), **asked)[0].choice
+    chosen = plan_conversion(str(place / "source"), "la", choose=choosers(scoring)["choose"], **asked)[0].choice
     assert chosen is not None
     for kind, cost in plan["choice"]["window"].items():
         assert cost == pytest.approx(chosen.window[kind], rel=1e-4)
@@ -335,7 +335,7 @@ def test_a_text_on_which_nothing_is_measured_is_refused(place: Path, linearize: 
 @pytest.mark.usefixtures("_less_text")
 def test_the_choice_is_the_same_each_time(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scoring = Scoring(text=TextSource(files=(place / "train.jsonl",)), seq_len=64, say=quiet)
-    arguments: dict[str, Any] = {"options": OPTIONS, "keep_softmax": "auto:25%", "choose": chooser(scoring)}
+    arguments: dict[str, Any] = {"options": OPTIONS, "keep_softmax": "auto:25%", "choose": choosers(scoring)["choose"]}
     first, second = (plan_conversion(str(place / "source"), "gsa", **arguments)[0] for _ in range(2))
     assert first == second
     assert first.choice is not None
@@ -361,7 +361,7 @@ def test_a_recipe_chooses_as_convert_does_on_the_same_text(place: Path) -> None:
     recipe = Recipe.model_validate(values)
     recipe._folder = place
     scoring = Scoring("swaps", TextSource(files=(place / "train.jsonl",)), values["data"]["pack"]["seq_len"], say=quiet)
-    arguments: dict[str, Any] = {"options": OPTIONS, "keep_softmax": "auto:1", "choose": chooser(scoring)}
+    arguments: dict[str, Any] = {"options": OPTIONS, "keep_softmax": "auto:1", "choose": choosers(scoring)["choose"]}
     theirs = plan_conversion(str(place / "source"), "gsa", **arguments)[0].choice
     ours = plan_base(recipe, say=quiet)[0].choice
     assert ours == theirs

@@ -16,7 +16,7 @@ from training import SMALL, byte_tokenizer, recipe_values, stage, text, write_da
 from linearize import api
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose
-from linearize.choose.choose import Scoring, pricer, window_chooser, window_rows
+from linearize.choose.choose import Scoring, choosers, pricer, window_rows
 from linearize.convert import convert, plan_conversion
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
@@ -65,7 +65,7 @@ def scoring(place: Path, name: str = "long.txt", **changes: Any) -> Scoring:
 
 def planned(place: Path, kept_window: str, how: Scoring | None = None, **asked: Any) -> Plan:
     """A plan that keeps softmax in layers 1 to 3, of which those get a window that a measurement finds."""
-    chooser = window_chooser(how or scoring(place))
+    chooser = choosers(how or scoring(place))["choose_windows"]
     asked = {"keep_softmax": "1-3", "options": OPTIONS, "kept_window": kept_window, **asked}
     return plan_conversion(str(place / "source"), "gsa", choose_windows=chooser, **asked)[0]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect as python_inspect
+import re
 from collections.abc import Callable
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,22 @@ import pytest
 from models import save_source
 from rich.console import Console
 
+from linearize import commands
+from linearize.commands.convert import choice_table, plan_table, windows_table
+from linearize.commands.doctor import doctor_table
+from linearize.commands.estimate import estimate_table
+from linearize.commands.eval import answers_table, comparison_table, embeddings_table, tasks_table
+from linearize.commands.finetune import recipe_table, report_table
+from linearize.commands.inspect import converted_table, inspection_tables
+from linearize.commands.mechanisms import mechanism_table, mechanisms_table
+from linearize.commands.push import files_table
+from linearize.commands.race import race_table
+from linearize.commands.recipes import presets_table
+from linearize.commands.runs import runs_table
+from linearize.commands.verify import checks_table
 from linearize.convert import plan_conversion
+from linearize.demo import tour
+from linearize.demo.tour import demo_table
 from linearize.plan.keep import Choice, WindowChoice
 from linearize.plan.mechanisms import describe, mechanism_names, summary
 from linearize.probe.inspection import inspect_model
@@ -102,17 +119,17 @@ def planned(folder: Path) -> Any:
 
 # What prints each table.
 SHOWN: dict[str, Callable[[Path], Any]] = {
-    "plan_table": lambda folder: tables.plan_table(planned(folder)),
-    "choice_table": lambda _: tables.choice_table(CHOICE, "--keep-softmax"),
-    "windows_table": lambda _: tables.windows_table(WINDOWS),
-    "inspection_tables": lambda folder: (planned(folder), tables.inspection_tables(inspect_model(str(folder)))),
-    "converted_table": lambda folder: tables.converted_table(
+    "plan_table": lambda folder: plan_table(planned(folder)),
+    "choice_table": lambda _: choice_table(CHOICE, "--keep-softmax"),
+    "windows_table": lambda _: windows_table(WINDOWS),
+    "inspection_tables": lambda folder: (planned(folder), inspection_tables(inspect_model(str(folder)))),
+    "converted_table": lambda folder: converted_table(
         SimpleNamespace(plan=planned(folder), source="llama-3.2-1b-gsa")
     ),
-    "recipe_table": lambda _: tables.recipe_table([STAGE, STAGE | {"name": "learn from the teacher's words"}]),
-    "estimate_table": lambda _: tables.estimate_table(COST),
-    "report_table": lambda _: tables.report_table(REPORT),
-    "demo_table": lambda _: tables.demo_table(
+    "recipe_table": lambda _: recipe_table([STAGE, STAGE | {"name": "learn from the teacher's words"}]),
+    "estimate_table": lambda _: estimate_table(COST),
+    "report_table": lambda _: report_table(REPORT),
+    "demo_table": lambda _: demo_table(
         {
             who: {"ppl": 123.4, "ppl_ratio": 1.5, "kl": 0.2, "needle": 0.5, "dtype": "bfloat16", "cache": {32768: 4096}}
             for who in WHO
@@ -120,28 +137,33 @@ SHOWN: dict[str, Callable[[Path], Any]] = {
         "4,5",
     ),
     "positions_table": lambda _: tables.positions_table(POSITIONS),
-    "comparison_table": lambda _: tables.comparison_table(COMPARED),
-    "answers_table": lambda _: [tables.answers_table(one) for one in (ANSWERS, CLASS_MAPS, NUMBERS)],
-    "embeddings_table": lambda _: tables.embeddings_table(EMBEDDINGS),
-    "tasks_table": lambda _: tables.tasks_table({"tasks": [TASK], "teacher": "softmax", "harness": "0.4.9"}),
+    "comparison_table": lambda _: comparison_table(COMPARED),
+    "answers_table": lambda _: [answers_table(one) for one in (ANSWERS, CLASS_MAPS, NUMBERS)],
+    "embeddings_table": lambda _: embeddings_table(EMBEDDINGS),
+    "tasks_table": lambda _: tasks_table({"tasks": [TASK], "teacher": "softmax", "harness": "0.4.9"}),
     "prediction_table": lambda _: tables.prediction_table({"before": [LEVEL], "after": [LEVEL]}),
-    "checks_table": lambda _: tables.checks_table("llama-3.2-1b-gsa", CHECKS),
-    "files_table": lambda _: tables.files_table({"model-source-00001-of-00004.safetensors": 4 << 30}, "to user/repo"),
-    "runs_table": lambda _: tables.runs_table([RUN]),
-    "race_table": lambda _: tables.race_table({"race": "demo", "tokens": 1 << 20, "contestants": [CONTESTANT]}),
-    "mechanisms_table": lambda _: tables.mechanisms_table([summary(name) for name in mechanism_names()]),
-    "mechanism_table": lambda _: [tables.mechanism_table(describe(name)) for name in mechanism_names()],
-    "presets_table": lambda _: tables.presets_table(presets()),
-    "doctor_table": lambda _: tables.doctor_table(TOLD),
+    "checks_table": lambda _: checks_table("llama-3.2-1b-gsa", CHECKS),
+    "files_table": lambda _: files_table({"model-source-00001-of-00004.safetensors": 4 << 30}, "to user/repo"),
+    "runs_table": lambda _: runs_table([RUN]),
+    "race_table": lambda _: race_table({"race": "demo", "tokens": 1 << 20, "contestants": [CONTESTANT]}),
+    "mechanisms_table": lambda _: mechanisms_table([summary(name) for name in mechanism_names()]),
+    "mechanism_table": lambda _: [mechanism_table(describe(name)) for name in mechanism_names()],
+    "presets_table": lambda _: presets_table(presets()),
+    "doctor_table": lambda _: doctor_table(TOLD),
 }
 WHO = ("teacher", "hybrid", "linear")
 
 
+COMMANDS = [path.stem for path in Path(str(commands.__file__)).parent.glob("[a-z]*.py")]
+# Files whose functions make tables.
+FILES = [tables, tour, *(import_module(f"linearize.commands.{name}") for name in COMMANDS)]
+
+
 def test_each_function_that_makes_a_table_is_here() -> None:
-    functions = [node for node in ast.parse(python_inspect.getsource(tables)).body if isinstance(node, ast.FunctionDef)]
-    makers = {function.name for function in functions if "table(columns" in ast.unparse(function)}
-    makers |= {function.name for function in functions if ".print(table(" in ast.unparse(function)}
-    assert makers - {"table"} == SHOWN.keys()
+    functions = [node for file in FILES for node in ast.parse(python_inspect.getsource(file)).body]
+    functions = [node for node in functions if isinstance(node, ast.FunctionDef) and node.name not in COMMANDS]
+    makers = {one.name for one in functions if re.search(r"table\(columns|\.print\(table\(", ast.unparse(one))}
+    assert makers - {"table", "compare"} == SHOWN.keys()
 
 
 def test_no_other_file_makes_a_table_of_its_own() -> None:
@@ -164,7 +186,8 @@ def test_lines_end_between_words(
         made.append((real(columns, cells), words))
         return real(columns, cells, title)
 
-    monkeypatch.setattr(tables, "table", table)
+    for file in FILES:
+        monkeypatch.setattr(file, "table", table, raising=False)
     SHOWN[name](tmp_path / "llama-3.2-1b")
     assert made
     for one, words in made:
@@ -185,5 +208,5 @@ def test_a_width_of_0_is_not_known(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     """Some terminals and CI set COLUMNS=0, of which tables were empty."""
     monkeypatch.setenv("COLUMNS", "0")
     assert tables.console().width == tables.results().width == 80
-    tables.presets_table(presets())
+    presets_table(presets())
     assert "gsa" in "".join(capsys.readouterr())

@@ -10,23 +10,17 @@ import pytest
 from conftest import Command, holds
 from rich.console import Console
 
+from linearize.commands.convert import choice_table, cost_lines
+from linearize.commands.estimate import estimate_table
+from linearize.commands.eval import tasks_table
+from linearize.commands.finetune import report_table
+from linearize.commands.runs import runs_table
+from linearize.commands.verify import FOUND, checks_table
+from linearize.demo.tour import demo_table
 from linearize.plan.keep import Choice
 from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
-from linearize.terminal.tables import (
-    FOUND,
-    checks_table,
-    choice_table,
-    cost_lines,
-    demo_table,
-    estimate_table,
-    positions_table,
-    report_table,
-    runs_table,
-    table,
-    task_rows,
-    tasks_table,
-)
+from linearize.terminal.tables import positions_table, table, task_rows
 from linearize.verify.checks import Check
 from linearize.verify.child import behaviours, encoder_behaviours
 

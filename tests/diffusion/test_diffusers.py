@@ -30,11 +30,11 @@ from diffusion import pipeline, sample, saved_pipelines, transformer
 
 from linearize.checkpoint.shards import tensor_sha256
 from linearize.checkpoint.source import read_header
+from linearize.commands.verify import FOUND
 from linearize.diffusion import code
 from linearize.diffusion.convert import convert, plan_conversion
 from linearize.diffusion.verify import check_hashes, check_keys, source_outputs, verify_folder
 from linearize.errors import Exit, LinearizeError
-from linearize.terminal.tables import FOUND
 from linearize.verify.checks import NONE_UNTOUCHED
 from linearize.verify.child import latents
 from linearize.verify.child.latents import INPUTS, denoised, make_latents

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linearize.checkpoint.manifest import read_plan
+from linearize.commands.eval import remarks
 from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit, LinearizeError
@@ -35,7 +36,6 @@ from linearize.measure.positions import by_position, edges_of, long_rows, longes
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
 from linearize.recipe.data import rooted
 from linearize.recipe.recipe import load_recipe
-from linearize.terminal.tables import remarks
 from linearize.train.runs import converted_from, heldout_of
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens

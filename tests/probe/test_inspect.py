@@ -12,12 +12,14 @@ from conftest import Command
 from models import HYBRID, Zoo, load
 from rich.panel import Panel
 
+from linearize.commands.convert import plan_table
+from linearize.commands.verify import checks_table
 from linearize.convert import plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.plan import mechanisms
 from linearize.probe.inspection import inspect_model
 from linearize.terminal.output import ranges
-from linearize.terminal.tables import checks_table, console, plan_table
+from linearize.terminal.tables import console
 from linearize.verify.checks import Check
 
 

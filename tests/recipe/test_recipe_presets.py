@@ -19,13 +19,14 @@ from training import BASES, VOCAB, T, byte_tokenizer, make_recipe, metrics, stag
 from training import base as converted
 from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassification
 
+from linearize.commands.finetune import recipe_table
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe.data import holds_images
 from linearize.recipe.presets import Preset, copy, presets, recipe_path
 from linearize.recipe.recipe import load_recipe
 from linearize.recipe.schema import recipe_schema
 from linearize.recipe.yaml import Document
-from linearize.terminal.tables import recipe_table, short
+from linearize.terminal.tables import short
 from linearize.train.save import load_converted
 from linearize.train.stages import error_scale, transfer_loss
 from linearize.train.student import Student

@@ -17,9 +17,10 @@ import torch
 from conftest import Command
 from models import save_source
 
+from linearize.commands.verify import checks_table
 from linearize.errors import absent, nearest, resource_error
 from linearize.terminal.output import CHATTY, counted, duration, nats, print_json, printable, say, show
-from linearize.terminal.tables import checks_table, console
+from linearize.terminal.tables import console
 from linearize.train.device import device_name
 from linearize.verify.checks import Check
 
