@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .checkpoint.atomic import check_output, output_folder
-from .checkpoint.card import loading
 from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import SourceClasses
 from .checkpoint.fp8 import float_tensors
@@ -242,6 +241,8 @@ def convert(
 
 def next_step(plan: Plan, folder: Path) -> str:
     """How to go on with the conversion in `folder`, also with one's own data."""
+    from .checkpoint.card import loading
+
     of_images = loading(plan)["processor"] == "image_processor"
     encoder = plan.architecture.endswith("Model") and not (of_images or plan.linear[0].site.causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")

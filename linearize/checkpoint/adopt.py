@@ -18,7 +18,6 @@ from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan, Step, grouped, item_bytes
 from ..probe.probe import probe
-from . import card
 from . import write as checkpoint
 from .atomic import output_folder, scratch_beside
 from .code import SourceClasses, code_files
@@ -56,6 +55,8 @@ def adopt(folder: Path, output: Path, *, trust_remote_code: bool = False) -> Pla
             (target / name).write_text(text, "utf-8")
         config = checkpoint.converted_config(source.config, plan, natives)
         checkpoint.write_json(target / "config.json", config | {TRAINED: True})
+        from . import card  # which imports recipes
+
         (target / "README.md").write_text(card.model_card(plan, folder), "utf-8", errors="replace")
         hashes = checkpoint.no_hashes()
         checkpoint.cover(target, hashes)

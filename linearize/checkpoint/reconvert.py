@@ -18,7 +18,6 @@ from ..plan.reconvert import check_unused, plan_reconversion, same_mechanism
 from ..plan.request import Request
 from ..probe.probe import found_in
 from ..verify.reload import scratch_folder
-from . import card
 from . import write as checkpoint
 from .adopt import native_config
 from .carried import carried_files, is_read
@@ -134,6 +133,8 @@ def write_reconverted(folder: Path, source: Source, plan: Plan, natives: SourceC
     for name, text in code_files(plan, natives).items():
         (folder / name).write_text(text, "utf-8")
     checkpoint.write_json(folder / "config.json", checkpoint.converted_config(source.config, plan, natives))
+    from . import card  # which imports recipes
+
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
     checkpoint.cover(folder, hashes)
     manifest = checkpoint.manifest(folder, plan, hashes)

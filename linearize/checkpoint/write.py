@@ -19,7 +19,7 @@ from ..errors import Exit, LinearizeError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan
 from ..terminal.progress import Advance
-from . import card, tokenizer
+from . import tokenizer
 from .atomic import MANIFEST
 from .carried import carried_files
 from .code import SourceClasses, auto_map, code_files
@@ -70,6 +70,8 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: SourceCl
             raise LinearizeError(message, Exit.INCOMPATIBLE)
         (folder / name).write_text(text, "utf-8")
     write_json(folder / "config.json", converted_config(source.config, plan, natives))
+    from . import card  # which imports recipes
+
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
     write_json(folder / MANIFEST, manifest(folder, plan, hashes))
 

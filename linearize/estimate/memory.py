@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from linearize_kernels.hf.attention_hooks import mixers_of
 
@@ -27,7 +27,7 @@ from ..train.teacher import Named, find_teacher, give_teacher
 from .kernels import as_on_gpu
 from .repeated_layers import Layers, LayersDiffer, find_layers, rehearsed_once, whole
 from .step import Step
-from .tracker import Tracker, Work, total
+from .tracker import Fakes, Tracker, Work, total
 
 NONE = Work()
 PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits")
@@ -139,13 +139,16 @@ class Rehearsal:
         gpu: bool,
         named: Named | None = None,
         advance: Advance = silent,
+        known: dict[str, Counted] | None = None,
     ) -> None:
         """Of a conversion that is `planned`, or a converted `folder`; `precision` is accelerate's name of it, and `gpu`
-        the kind of device. `named` is the recipe's own teacher, if it was found already."""
+        the kind of device. `named` is the recipe's own teacher, if it was found already. `known` is what rehearsals of
+        other recipes for the same base counted."""
         self.recipe, self.precision, self.gpu = recipe, precision, gpu
         self._advance, self._left = advance, 0.0
+        self._known = {} if known is None else known
         self.planned, self.folder = planned, folder
-        self.mode = FakeTensorMode()
+        self.mode = Fakes()
         dtype = None if precision != "no" else torch.float32
         if precision != "no" and recipe.model.dtype is not None:
             dtype = getattr(torch, recipe.model.dtype)
@@ -191,7 +194,7 @@ class Rehearsal:
 
     def changed(self, recipe: Recipe, advance: Advance) -> Rehearsal:
         """The rehearsal of another recipe for the same base."""
-        return Rehearsal(recipe, self.planned, self.folder, self.precision, self.gpu, self.named, advance)
+        return Rehearsal(recipe, self.planned, self.folder, self.precision, self.gpu, self.named, advance, self._known)
 
     def _tell(self, done: float) -> None:
         """`advance`, of one stage no more than STAGE in all."""
@@ -207,11 +210,14 @@ class Rehearsal:
             self._adapt(stage.lora)
         with self.mode:
             step.prepare()
-            models = [model for model in (self.model, self.student.other) if model is not None]
-            try:
-                found = self._count(step, models, find_layers(models))
-            except LayersDiffer:
-                found = self._count(step, models, [])
+            key = self._key(number)
+            if key not in self._known:
+                models = [model for model in (self.model, self.student.other) if model is not None]
+                try:
+                    self._known[key] = self._count(step, models, find_layers(models))
+                except LayersDiffer:
+                    self._known[key] = self._count(step, models, [])
+            found = self._known[key]
         self._tell(self._left)
         state = self.student.state()
         return Memory(
@@ -230,6 +236,14 @@ class Rehearsal:
             host=found.host,
             reason=found.reason,
         )
+
+    def _key(self, number: int) -> str:
+        """All of the recipe that what a stage counts depends on: of the stages before it what they train, and of those
+        behind it nothing."""
+        values = self.recipe.resolved()
+        stages = values.pop("stages")
+        before = [(stage["train"], stage["optimizer"]["memory"], stage.get("lora")) for stage in stages[:number]]
+        return repr((values, before, stages[number]))
 
     def _count(self, step: Step, models: list[Any], lists: list[Layers]) -> Counted:
         """What a step that is prepared holds and computes, with the layers of these lists that are alike run once.

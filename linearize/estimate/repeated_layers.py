@@ -1,9 +1,10 @@
 """Rehearse one layer of those that are alike, and count it for the others.
 
-A pass runs the first two layers of each kind, and the last two of all, since the output of the last but one is freed
-when the layers are over. Every other layer is left out: it gives back its input, and its place on the tracker's
-timeline gets a copy of what the second layer of its kind did there, forward and backward. So memory and work are those
-of the whole model, and the passes are those of a few layers. Where layers cannot be left out, all are rehearsed.
+A pass runs the first layer of a kind, which may make what all share, the next one, and the last two of the model, since
+the output of the last but one is freed when the layers are over. Every other layer is left out: it gives back its
+input, and its place on the tracker's timeline gets a copy of what that next one did there, forward and backward. So
+memory and work are those of the whole model, and the passes are those of a few layers. Where layers cannot be left out,
+all are rehearsed.
 """
 
 from __future__ import annotations
@@ -55,15 +56,16 @@ class Layers:
         return {(self.number, place): 1 + count for place, count in copies.items()}
 
 
-def signature(module: nn.Module, place: int) -> tuple[Any, ...]:
-    """What makes a layer do what it does to memory: classes, plain attributes, shapes, mixers. Its own number in the
-    list means nothing."""
+def signature(layer: nn.Module, own: set[tuple[str, str]]) -> tuple[Any, ...]:
+    """What makes a layer do what it does to memory: classes, plain attributes but its `own` number, shapes, mixers."""
     found: list[Any] = []
-    for name, part in module.named_modules():
+    for name, part in layer.named_modules():
         plain = {
-            key: "place" if value == place and isinstance(value, int) and not isinstance(value, bool) else value
+            key: value
             for key, value in vars(part).items()
-            if isinstance(value, bool | int | float | str | tuple | torch.dtype | None) and key not in ("site", "path")
+            if isinstance(value, bool | int | float | str | tuple | torch.dtype | None)
+            and key not in ("site", "path")
+            and (name, key) not in own
         }
         tensors = [
             (key, tuple(x.shape), x.dtype, x.requires_grad)
@@ -72,6 +74,18 @@ def signature(module: nn.Module, place: int) -> tuple[Any, ...]:
         ]
         found.append((name, type(part), tuple(sorted((k, repr(v)) for k, v in plain.items())), tuple(tensors)))
     return tuple(found)
+
+
+def numbers(layers: list[nn.Module]) -> set[tuple[str, str]]:
+    """Attributes, by module and name, that are in each layer its number in the list. A 2 that layer 2 alone has there
+    for another reason is none."""
+    held: dict[tuple[str, str], bool] = {}
+    for place, layer in enumerate(layers):
+        for name, part in layer.named_modules():
+            for key, value in vars(part).items():
+                if type(value) is int:
+                    held[name, key] = held.get((name, key), True) and value == place
+    return {at for at, same in held.items() if same}
 
 
 def find_layers(models: Iterable[nn.Module]) -> list[Layers]:
@@ -85,15 +99,19 @@ def find_layers(models: Iterable[nn.Module]) -> list[Layers]:
             inside += (f"{path}.",)
             modules = list(part)
             kinds: dict[Any, list[int]] = {}
-            trains = False
+            trains, seen, own = False, dict[Any, int](), numbers(modules)
             for place, layer in enumerate(modules):
                 # Where nothing before it trains, a layer's input has no gradient.
-                kinds.setdefault((trains, signature(layer, place)), []).append(place)
+                one = signature(layer, own)
+                kinds.setdefault((trains, one), []).append(place)
+                seen.setdefault(one, place)
                 trains = trains or any(p.requires_grad for p in layer.parameters())
+            first = set(seen.values())
+            rest = [[place for place in places if place not in first] for places in kinds.values()]
             left_out = {
-                place: places[1]
-                for places in kinds.values()
-                for place in places[2:]
+                place: places[0]
+                for places in rest
+                for place in places[1:]
                 if place < len(modules) - 2 and len(set(map(id, modules))) == len(modules)
             }
             if left_out:

@@ -18,7 +18,7 @@ from ..errors import Exit, LinearizeError, reason_of, resource_error, undamaged
 from ..estimate.choose import as_before, choose, is_open, without_auto
 from ..estimate.estimate import Cost, estimate
 from ..estimate.gpus import Device, card, present
-from ..estimate.memory import Rehearsal
+from ..estimate.memory import Counted, Rehearsal
 from ..recipe.models import Scratch
 from ..recipe.recipe import Recipe
 from ..terminal.progress import Advance, progress, silent
@@ -61,6 +61,7 @@ class Job:
     ) -> None:
         self.recipe, self.run, self.only, self.max_steps, self.say = recipe, run, only, max_steps, say
         self._held, self._gpu = held, gpu
+        self._counted = dict[str, Counted]()  # of stages that were rehearsed, for other recipes
 
     # ------------------------------------------------------------ found once
 
@@ -98,6 +99,7 @@ class Job:
     def refine(self, base: Base) -> None:
         """Take what was found with weights instead."""
         self.base = base
+        self._counted = {}
         self.__dict__.pop("model", None)
 
     @cached_property
@@ -137,7 +139,8 @@ class Job:
         device, precision = self.target
         planned, folder, _ = self.base
         gpu = device.kind == "cuda"
-        return Rehearsal(recipe or self.recipe, planned, folder, precision, gpu, self.teacher, advance)
+        recipe = recipe or self.recipe
+        return Rehearsal(recipe, planned, folder, precision, gpu, self.teacher, advance, self._counted)
 
     def cost(self, rehearsal: Rehearsal) -> Cost:
         """Memory, time and disk of a rehearsal's recipe, on this job's device."""

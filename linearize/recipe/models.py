@@ -327,6 +327,12 @@ class AttentionTransfer(Stage):
 # The terms that a recipe may weigh, each a key with its factor: those of features, and the others.
 OF_FEATURES = [name for name, one in TERMS.items() if one.teacher == "features"]
 WEIGHED = [name for name in TERMS if name not in OF_FEATURES]
+
+
+class Made(Strict, use_attribute_docstrings=False):
+    """Classes that are made here have no source, and pydantic would look for it in all modules for seconds."""
+
+
 if TYPE_CHECKING:
     TermWeights = Strict
     FeatureWeights = Strict
@@ -334,7 +340,7 @@ else:
     TermWeights, FeatureWeights = (
         create_model(
             title,
-            __base__=Strict,
+            __base__=Made,
             **{name: (OptionalFactor, Field(TERMS[name].weight, description=TERMS[name].about)) for name in names},
         )
         for title, names in (("TermWeights", WEIGHED), ("FeatureWeights", OF_FEATURES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -126,7 +127,8 @@ def meta_model(
     with scratch_folder() as scratch:
         if planned is not None:
             plan, source, natives = planned
-            folder = scratch
+            folder = scratch / f"planned{os.getpid()}"  # transformers imports the same code under the same name once
+            folder.mkdir()
             for path in code_of(source.folder):  # which ours imports
                 shutil.copyfile(path, folder / path.name)
             for name, text in code_files(plan, natives).items():

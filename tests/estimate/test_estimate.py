@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import holds, with_slow
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import base, make_recipe, stage, train, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,7 +29,7 @@ from linearize.estimate.kernels import most_of
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.repeated_layers import Layers, LayersDiffer, find_layers
 from linearize.estimate.step import Step
-from linearize.estimate.tracker import Tracker, Work
+from linearize.estimate.tracker import Fakes, Tracker, Work
 from linearize.job import checks, resolve
 from linearize.job.dry_run import dry_run
 from linearize.recipe.recipe import Recipe, load_recipe
@@ -208,7 +209,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", with_slow(HYBRIDS, "gemma3_text"))
 def test_layers_that_are_alike_are_rehearsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A few layers say the same as all of them: peak by part, work, what waits on the host; of each kind of stage."""
+    """A few layers say the same as all of them: peak by part, work, what waits on the host; of each kind of stage.
+    All of them run on torch's own fake tensors, which know nothing of shorter keys."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     config = AutoConfig.for_model(name, **shape, **heads, **HYBRIDS[name], dtype="bfloat16")
@@ -228,6 +230,7 @@ def test_layers_that_are_alike_are_rehearsed_once(tmp_path: Path, monkeypatch: p
             return found
 
         monkeypatch.setattr(memory, "find_layers", lists)
+        monkeypatch.setattr(memory, "Fakes", Fakes if few else FakeTensorMode)
         with resolve.resolve(recipe) as job:
             rehearsal = Rehearsal(recipe, job.base.planned, job.base.folder, "bf16", gpu=True)
             return [rehearsal.stage(number) for number in range(len(kinds))]
@@ -240,6 +243,26 @@ def test_layers_that_are_alike_are_rehearsed_once(tmp_path: Path, monkeypatch: p
         # The mean of a transfer's losses reads four bytes a layer.
         assert few.work.moved == pytest.approx(whole.work.moved, rel=1e-4)
         assert replace(few, work=replace(few.work, moved=whole.work.moved)) == whole
+
+
+class Numbered(nn.Module):
+    """A layer that knows its number, and has a 2, as layer 2 has by chance."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.number, self.groups = number, 2
+        self.linear = nn.Linear(width, width)
+
+
+def test_few_layers_of_each_kind_run() -> None:
+    """The first of a kind, another one, and the last two of all: not one more for a number that is a layer's by chance,
+    nor for the first one, before which nothing trains."""
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([Numbered(place, 8 if place % 4 == 1 else 4) for place in range(12)])}
+    )
+    (found,) = find_layers([model])
+    assert set(range(12)) - found.stands_for.keys() == {0, 1, 2, 5, 10, 11}
+    assert set(found.stands_for.values()) == {2, 5}
 
 
 def test_a_layer_of_another_form_is_rehearsed_with_all(
@@ -260,6 +283,30 @@ def test_a_layer_of_another_form_is_rehearsed_with_all(
     monkeypatch.setattr(Rehearsal, "_count", counted)
     assert not Rehearsal(recipe, None, base(root, "llama"), "no", gpu=False).stage(0).reason
     assert asked == [1, 0]
+
+
+def test_a_stage_is_rehearsed_again_only_where_something_of_it_changed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rows in the last stage: that one alone. What an earlier stage trains changes the later ones."""
+    counted: list[str] = []
+    count = Rehearsal._count
+    monkeypatch.setattr(
+        Rehearsal, "_count", lambda self, step, *rest: counted.append(step.stage.name) or count(self, step, *rest)
+    )
+    first = Rehearsal(make_recipe(tmp_path, base(root, "llama"), TRANSFER, KL), None, base(root, "llama"), "no", False)
+
+    def counts(before: dict[str, Any], last: dict[str, Any]) -> list[str]:
+        counted.clear()
+        again = first.changed(make_recipe(tmp_path, base(root, "llama"), before, last), lambda done: None)
+        assert not any(again.stage(number).reason for number in range(2))
+        return list(counted)
+
+    fewer = KL | {"batch": {"per_device": 1, "gradient_accumulation_steps": 2}}
+    assert counts(TRANSFER, KL) == ["attention_transfer", "logit_kl"]
+    assert counts(TRANSFER, fewer) == ["logit_kl"]
+    assert counts(TRANSFER, KL) == []
+    assert counts(KL | {"name": "before"}, KL) == ["before", "logit_kl"]
 
 
 def test_bytes_are_those_that_operations_move() -> None:

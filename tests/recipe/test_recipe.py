@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,26 @@ def test_minimal_recipe_gets_every_default(tmp_path: Path) -> None:
     assert (kl.name, kl.train, kl.steps, kl.loss.kl) == ("logit_kl", ("all",), 10, 1.0)
     assert transfer.optimizer.lr == 1e-3
     assert transfer.optimizer.betas == (0.9, 0.95)
+
+
+# A module that counts how often something looks for its file, as `inspect` does in all modules for a class it misses.
+LOOKED_AT = """
+import sys, types
+class Seen(types.ModuleType):
+    times = 0
+    def __getattribute__(self, name):
+        Seen.times += name == "__file__"
+        return super().__getattribute__(name)
+sys.modules["seen"] = Seen("seen")
+import linearize.recipe.recipe
+print(Seen.times)
+"""
+
+
+def test_no_class_of_a_recipe_is_looked_for_in_all_modules() -> None:
+    """That took seconds where torch and transformers were imported before."""
+    done = subprocess.run([sys.executable, "-c", LOOKED_AT], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10
 
 
 def test_recipe_is_frozen(tmp_path: Path) -> None:
