@@ -42,15 +42,17 @@ def qwen3_5_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
 
 
 def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
-    """Norms: MLX normalises all heads together, whatever the groups."""
+    """Norms: MLX normalises all heads together, whatever the groups. Biases: transformers multiplies hidden states of
+    padding by 0, but not what a projection makes of them, and convolves its bias into the first real tokens."""
     groups, rope = config["mamba_n_groups"], config["rope_parameters"].get("rope_type", "default")
     scaled = "" if rope == "default" else f"it drops the {rope} scaling of the rotary embedding"
     mlx = [f"it normalises the {groups} groups of a linear layer together"] if groups > 1 else []
     mlx += [scaled] if scaled else []
     inner = config["mamba_n_heads"] * config["mamba_d_head"]
+    biased = "rows behind left padding differ, for it convolves biases of padding: pad on the right, or not at all"
     cpp = f"it insists on an inner size of twice the hidden size, and this one is {inner}"
     return (
-        Engine("transformers", True, "5.24 and later"),
+        Engine("transformers", True, "; ".join(["5.24 and later"] + [biased] * config["mamba_proj_bias"])),
         Engine("vLLM", True, "0.32 and later"),
         Engine("SGLang", not scaled, scaled),
         Engine("MLX", not mlx, "; ".join(mlx)),

@@ -40,7 +40,11 @@ def layer_obstacles(config: Any, mechanism: str, options: dict[str, Any], ask: s
             found.append((f"a window of {own['window']} tokens beside {name}", number))
         if site["softmax_groups"]:
             found.append((f"key heads {[*site['softmax_groups']]} keep softmax", number))
-    return grouped(found)
+    reasons = grouped(found)
+    if len(linear_layers(config)) == config.get_text_config().num_hidden_layers:
+        why = "transformers' class asks the cache of a softmax layer for its length, and stops where there is none"
+        reasons.append(f"no layer keeps softmax: {why} (convert with --keep-softmax every:4:3)")
+    return reasons
 
 
 def common_obstacles(text: Any) -> list[str]:

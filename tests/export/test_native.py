@@ -86,8 +86,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
         pytest.param(QWEN, "0,1", {}, marks=pytest.mark.slow),
         pytest.param(("qwen3", "gdn", {"native": True, "taps": 1}), "3", {}, marks=pytest.mark.slow),
         pytest.param(LLAMA, "0,2,3", {"num_key_value_heads": 1}, marks=pytest.mark.slow),
+        pytest.param(("qwen2", *LLAMA[1:]), "0", {}, marks=pytest.mark.slow),
+        pytest.param(("llama", "mamba2", {"eps": 1e-6, "taps": 1}), "0", {}, marks=pytest.mark.slow),
     ],
-    ids=["qwen3 tied", "llama3 rope", "qwen3 irregular", "qwen3 without taps", "one key head"],
+    ids=["qwen3 tied", "llama3 rope", "qwen3 irregular", "qwen3 without taps", "one key head", "qwen2", "no taps"],
 )
 @torch.no_grad()
 def test_engines_compute_what_the_model_computes(
@@ -106,7 +108,9 @@ def test_engines_compute_what_the_model_computes(
     ids, mask = tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, :9] = 0
     ours, theirs = (m(input_ids=ids, attention_mask=mask).logits for m in (model, known))
-    assert float(((ours - theirs) * mask[..., None]).abs().max() / ours.abs().max()) < 1e-4
+    exact = float(((ours - theirs) * mask[..., None]).abs().max() / ours.abs().max()) < 1e-4
+    assert exact == ("left padding" not in made.engines[0].note)
+    assert float((ours[0, 9:] - one_pass(model, ids[0, 9:])).abs().max() / ours.abs().max()) < 1e-4
 
 
 def changed(ending: str, change: Callable[[Tensor], Tensor]) -> Callable[[Made], dict[str, Tensor]]:
@@ -262,6 +266,14 @@ def test_what_qwen3_5_does_not_hold_is_named(qwen: Made, changes: dict[str, Any]
 def test_what_granite_does_not_hold_is_named(llama: Made, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LinearizeError, match=message):
         native.choose("granitemoehybrid", config_of(llama, **changes), "it")
+
+
+@pytest.mark.parametrize("made", ["qwen", "llama"])
+def test_a_model_without_softmax_is_refused(made: str, request: pytest.FixtureRequest) -> None:
+    """transformers' classes do not decode then: their cache has no length."""
+    config = config_of(request.getfixturevalue(made), num_hidden_layers=3)
+    with pytest.raises(LinearizeError, match="no layer keeps softmax"):
+        native.choose("auto", config, "it")
 
 
 def test_softmax_of_another_kind_is_refused_and_the_format_for_it_named(llama: Made, qwen: Made) -> None:
