@@ -50,7 +50,7 @@ def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     mlx += [scaled] if scaled else []
     inner = config["mamba_n_heads"] * config["mamba_d_head"]
     biased = "rows behind left padding differ, for it convolves biases of padding: pad on the right, or not at all"
-    cpp = f"it insists on an inner size of twice the hidden size, and this one is {inner}"
+    cpp = f"it insists on an inner size of twice the hidden size, and this one is {inner}: export it --as gguf"
     return (
         Engine("transformers", True, "; ".join(["5.24 and later"] + [biased] * config["mamba_proj_bias"])),
         Engine("vLLM", True, "0.32 and later"),

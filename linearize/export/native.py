@@ -25,7 +25,7 @@ from ..convert import separate
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..train.save import load_converted
 from ..verify.limits import NATIVE
-from . import granitemoehybrid, qwen3_5
+from . import granitemoehybrid, qwen3_5, to_gguf
 from .engines import Engine, compared, engines_for
 from .to_onnx import proof_rows, silent
 
@@ -53,7 +53,7 @@ FORMATS = {
     name: Format(name, file.SOURCES, file.obstacles, file.config_of, file.fold, file.PRECISE)
     for name, file in FILES.items()
 }
-CHOICES = (*FORMATS, "auto")
+CHOICES = (*FORMATS, "auto", *to_gguf.FORMS)
 
 
 class Exported(NamedTuple):
@@ -69,10 +69,11 @@ class Exported(NamedTuple):
 def export_native(
     model: str, form: str, output: Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Exported:
-    """Write a converted model of a folder or the Hub, and its tokenizer, into a new folder as engines know it.
+    """Write a converted model of a folder or the Hub, and its tokenizer, into a new folder as engines know it; as
+    `gguf` or `gguf-q8_0` in one file, of the format that `auto` takes.
 
     Raises LinearizeError: 2 for an unknown format and where `output` is in the way, 3 for a model that the format does
-    not hold, naming what is not exact, 4 for disk and memory, 5 for the Hub, 6 where it computes something else.
+    not hold, naming what is not exact, 4 for disk, memory and packages, 5 for the Hub, 6 where it computes others.
     """
     if form not in CHOICES:
         raise LinearizeError(f"--as {form}: choose {', '.join(CHOICES)}.{did_you_mean(form, CHOICES)}")
@@ -88,18 +89,26 @@ def export_native(
         way = f"Bring it to this version first: linearize upgrade {model}"
         raise LinearizeError(f"{model} has the code of linearize {version}. {way}", Exit.INCOMPATIBLE)
     config = open_config(source.folder)
-    chosen = choose(form, config, model)
+    chosen = choose("auto" if form in to_gguf.FORMS else form, config, model)
+    written = chosen.config(config)
+    if form in to_gguf.FORMS:
+        to_gguf.check(chosen.name, written, source.folder, model)
     carried = [path for path in carried_files(source.folder) if path.parent == source.folder and is_read(path)]
     loaded = load_converted(source.folder, torch.float32, trust_remote_code).eval()
     # A tied head has the same storage; formats that tie leave it out.
     weights = {name: tensor.detach() for name, tensor in loaded.state_dict().items()}
     with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
-        written, tensors = chosen.config(config), chosen.fold(config, weights)
+        tensors = chosen.fold(config, weights)
         (work / "config.json").write_text(json.dumps(written, indent=2) + "\n", "utf-8")
         rows = proof_rows(config.get_text_config())
         expected = [loaded(input_ids=row[None], use_cache=False).logits[0] for row in rows]
         prove(work, tensors, rows, expected)
         del loaded, weights
+        if form in to_gguf.FORMS:
+            (work / "config.json").unlink()
+            dtype = to_gguf.FORMS[form]
+            to_gguf.write(work / to_gguf.FILE, chosen.name, written, tensors, source.folder, dtype)
+            return Exported(output, form, {}, (Engine("llama.cpp", True, "0.5 and later, and what is built on it"),))
         save(work, tensors, plan.dtype, chosen.precise)
         for path in carried:
             shutil.copyfile(path, work / path.name)
