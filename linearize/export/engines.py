@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Tokens at the end of a row that come one by one, at most.
+STEPS = 16
+
 
 class Engine(NamedTuple):
     """Whether an engine takes a model, and what is to be said: why it does not, or what it needs."""
@@ -75,7 +78,7 @@ def compared(model: Any, folder: Path, form: str, config: dict[str, Any], rows: 
 
 
 def mlx_logits(folder: Path, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [T,V] of a row [T] by mlx-lm in fp32: in one pass, and with the second half token by token."""
+    """Logits [T,V] of a row [T] by mlx-lm in fp32: in one pass, and with the last tokens one by one."""
     import mlx.core as mx
     import numpy as np
     from mlx_lm.models.cache import make_prompt_cache
@@ -87,8 +90,8 @@ def mlx_logits(folder: Path, row: Tensor) -> tuple[Tensor, Tensor]:
     def tensor(logits: Any) -> Tensor:
         return torch.from_numpy(np.array(logits)[0].copy())
 
-    ids, half = mx.array(row[None].numpy()), len(row) // 2
+    ids, begin = mx.array(row[None].numpy()), len(row) - min(STEPS, len(row) // 2)
     whole, cache = tensor(model(ids)), make_prompt_cache(model)
-    parts = [tensor(model(ids[:, :half], cache=cache))]
-    parts += [tensor(model(ids[:, place : place + 1], cache=cache)) for place in range(half, len(row))]
+    parts = [tensor(model(ids[:, :begin], cache=cache))]
+    parts += [tensor(model(ids[:, place : place + 1], cache=cache)) for place in range(begin, len(row))]
     return whole, torch.cat(parts)

@@ -26,7 +26,7 @@ from ..errors import Exit, LinearizeError, did_you_mean
 from ..train.save import load_converted
 from ..verify.limits import NATIVE
 from . import granitemoehybrid, qwen3_5, to_gguf
-from .engines import Engine, compared, engines_for
+from .engines import STEPS, Engine, compared, engines_for
 from .to_onnx import proof_rows, silent
 
 # The largest shard that is written.
@@ -166,7 +166,7 @@ def reloaded(folder: Path) -> Any:
 
 def prove(folder: Path, tensors: dict[str, Tensor], rows: list[Tensor], expected: list[Tensor]) -> None:
     """Compare transformers' own class on the folded weights, in fp32, with the converted model: rows in one pass, and
-    rows of which half comes token by token.
+    rows whose last tokens come one by one.
 
     Raises LinearizeError (exit 6) for missing or unknown weights, and for other logits than `expected`.
     """
@@ -199,11 +199,11 @@ def one_pass(model: Any, row: Tensor) -> Tensor:
 
 
 def stepped(model: Any, row: Tensor) -> Tensor:
-    """Logits [T,V] of a row [T], of which the second half comes token by token."""
-    half = len(row) // 2
-    out = model(input_ids=row[None, :half], use_cache=True)
+    """Logits [T,V] of a row [T], whose last tokens come one by one."""
+    begin = len(row) - min(STEPS, len(row) // 2)
+    out = model(input_ids=row[None, :begin], use_cache=True)
     parts, cache = [out.logits[0]], out.past_key_values
-    for place in range(half, len(row)):
+    for place in range(begin, len(row)):
         out = model(input_ids=row[None, place : place + 1], past_key_values=cache, use_cache=True)
         parts, cache = [*parts, out.logits[0]], out.past_key_values
     return torch.cat(parts)
