@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layout import TokenLayout
-from ..mixer import Mixer, Site, Tensors, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
+from ..mixer import Mixer, AttentionSite, Tensors, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
 from .arguments import to_gate_heads
 from .norm import HeadNorm, fit_size
 from .pool import put, take
@@ -64,7 +64,7 @@ class Recurrent(Mixer):
             init.copy_(weight, identity)
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         found = super().parts(site, options) | feature_parts(options["feature_map"])
         return found | ({"layers/conv": "short_conv"} if options.get("taps", 1) > 1 else {})
 

@@ -38,7 +38,7 @@ from ..layers.gate_linear import DecayLinear, before_softplus
 from ..layers.norm import HeadNorm
 from ..layers.recurrent import Recurrent, outer_products
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, Tensors
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors
 
 
 def mamba2(
@@ -82,7 +82,7 @@ def _passed(v: Tensor, skip: Tensor, padding: Tensor | None) -> Tensor:
     return y if padding is None else torch.where(padding[:, :, None, None], y, 0.0)
 
 
-def mamba2_reference(
+def naive_mamba2(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, skip: Tensor, *, padding: Tensor | None = None, segments:
     Tensor | None = None, state: GLAState | None = None,
 )-> tuple[Tensor, GLAState]:  # fmt: skip
@@ -136,7 +136,7 @@ class Mamba2(Recurrent, Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         taps: Annotated[int, Bounds(1, 4)] = 4,
         half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 8.0,
@@ -160,7 +160,7 @@ class Mamba2(Recurrent, Mixer):
         self.build_taps(taps)
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         return super().parts(site, {**options, "feature_map": "identity"})
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """A source model in which each layer computes softmax, its mixer, or a mixture of both.
 
-The mixers are attached to the source in memory; nothing is written. A pass runs under the seam's transfer mode, in
+The mixers are attached to the source in memory; nothing is written. A pass runs under the hooks' transfer mode, in
 which an attention module has softmax at hand and a mixer with the same q, k and v. For a mixer with q and k of its own
 the module runs once more inside, as in attention transfer. A gate in each module, or one for
 each of its key heads and their query heads, says how much of softmax goes on: 1 softmax alone, 0 the mixer alone.
@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize_kernels.hf.cache import CACHE_NAMES
-from linearize_kernels.hf.capture import capture
-from linearize_kernels.hf.interface import TRANSFER, split_name
-from linearize_kernels.hf.seam import (
+from linearize_kernels.hf.attention_hooks import (
     Linearized,
     attach,
     bind,
     evaluating,
     hidden_name,
-    layout_told,
+    layout_of_call,
     mixers_of,
     renamed,
     without_rotation,
 )
+from linearize_kernels.hf.cache import CACHE_NAMES
+from linearize_kernels.hf.capture import capture
+from linearize_kernels.hf.interface import TRANSFER, split_name
 from linearize_kernels.layout import is_causal, this_thread
 from linearize_kernels.mixer import Mixer
 
@@ -132,9 +132,9 @@ class Mixture:
 
     @contextlib.contextmanager
     def _mixing(self) -> Iterator[None]:
-        seams = {mixer: mixer.seam for mixer in self.mixers.values()}
-        for mixer in seams:
-            mixer.seam = functools.partial(mix, self)
+        functions = {mixer: mixer.attention_function for mixer in self.mixers.values()}
+        for mixer in functions:
+            mixer.attention_function = functools.partial(mix, self)
         hooks = [
             self.model.get_submodule(name).register_forward_pre_hook(self._keep, with_kwargs=True)
             for name, mixer in mixers_of(self.model).items()
@@ -147,8 +147,8 @@ class Mixture:
             for hook in hooks:
                 hook.remove()
             self.bound.clear()
-            for mixer, seam in seams.items():
-                mixer.seam = seam
+            for mixer, function in functions.items():
+                mixer.attention_function = function
                 mixer.calls.clear()
 
     def _keep(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ def mix(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In place of the seam: gate times softmax plus the rest of the mixer's output, [B,T,H,Dv]."""
+    """In place of the mixer's attention function: gate times softmax plus the rest of the mixer's output, [B,T,H,Dv]."""
     call, gate = mixer.calls[this_thread()], mixture.gates[mixer.site.layer]
     if isinstance(gate, Tensor) and gate.ndim:  # a number for each key head
         gate = gate.repeat_interleave(query.shape[1] // len(gate))[:, None]
@@ -218,7 +218,7 @@ def mix(
         shape = query.shape[0], query.shape[2]
         causal = is_causal(module, kwargs, mixer.site.causal)
         call.check(mixer, attention_mask, shape[1], None, causal)
-        layout = layout_told(by, call, causal, attention_mask, shape, None, kwargs)
+        layout = layout_of_call(by, call, causal, attention_mask, shape, None, kwargs)
         return by(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)[0]
 
     if mixer.drop_rope and mixer not in mixture.bound:  # inside `of_own_call`
