@@ -26,7 +26,7 @@ from .estimate import break_even
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, WindowChoice, is_auto
 from .plan.mechanisms import present_options
-from .plan.plan import Plan, Step, local_steps, rotation_asked, some
+from .plan.plan import Plan, Step, local_steps, some
 from .plan.request import Request
 from .probe.found import Found
 from .probe.probe import found_in, model_class_of
@@ -197,17 +197,10 @@ def writes_no_text(natives: SourceClasses) -> bool:
 
 
 def check_scored(plan: Plan, natives: SourceClasses, flag: str) -> None:
-    """Raise LinearizeError (exit 3) where `auto` cannot compare softmax and the plan's mixers: on text, and on the same
-    q and k."""
-    problem = ""
+    """Raise LinearizeError (exit 3) where `auto` has no text to compare predictions on."""
     if writes_no_text(natives):
-        problem = f"compares predictions of text, and {plan.architecture} writes none"
-    for step in plan.steps:
-        place, asked = rotation_asked(step)
-        if not problem and place in (False, "off", "after"):
-            problem = f"gives softmax and mixers the same q and k, and {asked} has others"
-    if problem:
-        raise LinearizeError(f"{flag} auto {problem}. Name the {NAMED[flag]}", Exit.INCOMPATIBLE)
+        message = f"{flag} auto compares predictions of text, and {plan.architecture} writes none"
+        raise LinearizeError(f"{message}. Name the {NAMED[flag]}", Exit.INCOMPATIBLE)
 
 
 def convert(

@@ -31,6 +31,7 @@ PURPOSES = {
     "company": "eval --tasks, TRL, torchao, bitsandbytes",
     "vllm": "serving many requests",
     "onnx": "export to ONNX",
+    "gguf": "export to GGUF",
     "mlx": "comparing exports with MLX",
     "docs": "building the documentation",
 }

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, check_shapes, to_gate_heads, use_kernels, wants_gradients
-from ..layers.gate_linear import DecayLinear
+from ..layers.gate_linear import DecayLinear, before_softplus
 from ..layers.norm import unit_rows
 from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
@@ -36,7 +36,7 @@ from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, g
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_implied
 from ..layers.scan import each_sequence, numbered
-from ..layers.pool import check_pool, on_rows, put, take
+from ..layers.pool import check_pool, on_rows
 
 
 def gdn(
@@ -238,24 +238,19 @@ class GatedDeltaNet(Recurrent, Mixer):
             constant = import_module("..layers.constant", __package__)
             self.ones_direction, self.open = constant.ones_direction, constant.OPEN
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
-        self.taps, self.feature_map, self.value_act = taps, feature_map, value_act
+        self.feature_map, self.value_act = feature_map, value_act
         self.write, self.gate_std = write, gate_std
 
         self.decay = DecayLinear(site.hidden, self.state_count)
         self.A_log = nn.Parameter(torch.empty(self.state_count))
         self.strength = DecayLinear(site.hidden, self.state_count, bias=not native)
-        if taps > 1:
-            self.short_conv = import_module("..layers.conv", __package__).short_conv
-            self.query_taps = nn.Parameter(torch.empty(site.heads, site.key_dim, taps))
-            self.key_taps = nn.Parameter(torch.empty(site.kv_heads, site.key_dim, taps))
-            self.value_taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, taps))
+        self.build_taps(taps)
         if output_gate:
             self.output_gate = nn.Linear(site.hidden, site.heads * site.value_dim, bias=False)
 
     @classmethod
     def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
-        found = super().parts(site, options) | ({"layers/conv": "short_conv"} if options["taps"] > 1 else {})
-        return found | ({"layers/constant": "ones_direction"} if options.get("native") else {})
+        return super().parts(site, options) | ({"layers/constant": "ones_direction"} if options.get("native") else {})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -266,12 +261,8 @@ class GatedDeltaNet(Recurrent, Mixer):
             init.constant_(self.strength.bias, math.log(self.write / (1.0 - self.write)))
         A, step = self._start()
         init.copy_(self.A_log, A.log().to(self.A_log))
-        init.copy_(self.decay.bias, _before_softplus(step).to(self.decay.bias))
-        if self.taps > 1:
-            for weight in (self.query_taps, self.key_taps, self.value_taps):
-                identity = torch.zeros_like(weight)
-                identity[..., -1] = 1.0
-                init.copy_(weight, identity)
+        init.copy_(self.decay.bias, before_softplus(step).to(self.decay.bias))
+        self.reset_taps()
         if hasattr(self, "output_gate"):
             init.normal_(self.output_gate.weight, 0.0, 0.02)
 
@@ -293,7 +284,7 @@ class GatedDeltaNet(Recurrent, Mixer):
                 self.strength.weight.copy_(torch.outer(logits, self.ones.to(logits)))
         else:
             self.A_log.zero_()
-            self.decay.bias.copy_(_before_softplus(math.log(2.0) / given))
+            self.decay.bias.copy_(before_softplus(math.log(2.0) / given))
 
     @torch.no_grad()
     def calibrate(
@@ -326,24 +317,13 @@ class GatedDeltaNet(Recurrent, Mixer):
     def scan(self, inputs: Tensors, layout: TokenLayout, state: GDNState | None) -> tuple[tuple[Tensor], GDNState]:
         q, k, v, g, beta, read_gate, write_gate = inputs
         memory, *tails = (None,) * 4 if state is None else state
-        ends: Any
-        if self.taps == 1:
-            sequences = q.shape[0] if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
-            ends = [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in (q, k, v)]
-        else:
-            held = tails if layout.rows is None else [take(tail, layout.rows) for tail in tails]
-            taps, places = (self.query_taps, self.key_taps, self.value_taps), (layout.padding, layout.segments)
-            made = [self.short_conv(*each, *places, layout.cu_seqlens) for each in zip((q, k, v), taps, held, strict=True)]
-            (q, k, v), ends = zip(*made, strict=True)
+        (q, k, v), ends = self.convolved((q, k, v), layout, tails)
+        if self.taps > 1:
             q, k, v = self._features(q, k, v, False)
         before = None if memory is None else DeltaState(memory)
         gates = {"read_gate": read_gate, "write_gate": write_gate}
         scale = self.site.key_dim**-0.5 if self.native else 1.0  # a norm follows, whose eps it meets
         o, (memory,) = self.recur(gdn, layout, before, q, k, v, g, beta, scale=scale, **gates)
-        if layout.rows is not None and state is not None:
-            if self.taps > 1:
-                put(tails, layout.rows, ends)
-            return (o,), state
         return (o,), GDNState(memory, *ends)
 
     def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
@@ -358,13 +338,3 @@ class GatedDeltaNet(Recurrent, Mixer):
             z = y if self.features is None else self.features(y, role)
             found.append(unit_rows(z, swish, y.dtype, eps=1e-6 if self.native else 1e-12, plain=plain))
         return found[0], found[1], F.silu(v) if self.value_act == "swish" else v
-
-    def state_bytes(self, tokens: int, item: int = 4) -> int:
-        site = self.site
-        row = site.heads * site.key_dim + site.kv_heads * (site.key_dim + site.value_dim)
-        return super().state_bytes(tokens, item) + 4 * (self.taps - 1) * row
-
-
-def _before_softplus(y: Tensor) -> Tensor:
-    """The z with softplus(z) = y; e^y itself overflows where half-lives are thousandths of a token."""
-    return y + torch.log(-torch.expm1(-y))

@@ -34,3 +34,8 @@ class DecayLinear(GateLinear):
             return product
         wide = torch.promote_types(product.dtype, torch.float32)
         return product.to(wide) + self.bias.to(wide)
+
+
+def before_softplus(y: Tensor) -> Tensor:
+    """The z with softplus(z) = y; e^y itself overflows where half-lives are thousandths of a token."""
+    return y + torch.log(-torch.expm1(-y))

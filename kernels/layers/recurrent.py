@@ -8,12 +8,14 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import initialization as init
 
 from ..layout import TokenLayout
 from ..mixer import Mixer, AttentionSite, Tensors, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
 from .arguments import to_gate_heads
 from .norm import HeadNorm, fit_size
+from .pool import put, take
 from .rotary import rotated
 
 
@@ -23,6 +25,8 @@ class Recurrent(Mixer):
     pools = True
     # Where q and k are rotated, as rotary.py's Rope, for a mechanism with the choice.
     rope: str = "before"
+    # Of the convolution over q, k and v, for a mechanism that has one; 1: none.
+    taps: int = 1
     # What `calibrate` tries for each memory: the name of a start, as `start_from` knows it -> candidates.
     tried: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -43,9 +47,26 @@ class Recurrent(Mixer):
         self.key_dim = site.key_dim if self.features is None else self.features.size
         self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
 
+    def build_taps(self, taps: int) -> None:
+        """The convolution over q, k and v, each channel by itself."""
+        self.taps, site = taps, self.site
+        if taps > 1:
+            self.short_conv = import_module(".conv", __package__).short_conv
+            self.query_taps = nn.Parameter(torch.empty(site.heads, site.key_dim, taps))
+            self.key_taps = nn.Parameter(torch.empty(site.kv_heads, site.key_dim, taps))
+            self.value_taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, taps))
+
+    def reset_taps(self) -> None:
+        """The convolution starts as the identity."""
+        for weight in (self.query_taps, self.key_taps, self.value_taps) if self.taps > 1 else ():
+            identity = torch.zeros_like(weight)
+            identity[..., -1] = 1.0
+            init.copy_(weight, identity)
+
     @classmethod
     def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
-        return super().parts(site, options) | feature_parts(options["feature_map"])
+        found = super().parts(site, options) | feature_parts(options["feature_map"])
+        return found | ({"layers/conv": "short_conv"} if options.get("taps", 1) > 1 else {})
 
     def turn(self, y: Tensor, layout: TokenLayout) -> Tensor:
         """Queries or keys [B,T,heads,F] as the memory sees them: rotated here, where that comes after the features."""
@@ -66,6 +87,25 @@ class Recurrent(Mixer):
         inputs, beside = self.project(q, k, v, x, layout, read_gate, write_gate)
         outputs, state = self.scan(inputs, layout, state)
         return self.finish(outputs, beside, layout)[0], state
+
+    def convolved(
+        self, inputs: tuple[Tensor, Tensor, Tensor], layout: TokenLayout, tails: Any
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
+        """q, k and v behind the convolution, where there is one, and what it goes on from: their last K - 1 tokens.
+        `tails` are those of an earlier call, or three None; in a pool they are changed in place."""
+        if self.taps == 1:
+            if tails[0] is not None:
+                return inputs, tails
+            sequences = inputs[0].shape[0] if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
+            return inputs, [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in inputs]
+        pooled = layout.rows is not None and tails[0] is not None
+        held = [take(tail, layout.rows) for tail in tails] if pooled else tails
+        taps, places = (self.query_taps, self.key_taps, self.value_taps), (layout.padding, layout.segments)
+        made = [self.short_conv(*each, *places, layout.cu_seqlens) for each in zip(inputs, taps, held, strict=True)]
+        (q, k, v), ends = zip(*made, strict=True)
+        if pooled:
+            put(tails, layout.rows, ends)
+        return (q, k, v), tails if pooled else ends
 
     def recur(
         self, op: Callable[..., tuple[Tensor, Any]], layout: TokenLayout, state: Any, *inputs: Any, **gates: Any
@@ -126,7 +166,9 @@ class Recurrent(Mixer):
             fit_size(self.norm.weight, run(), o_teacher)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
-        return super().state_bytes(tokens, item) + 4 * self.state_count * self.key_dim * self.site.value_dim
+        site = self.site
+        tail = (self.taps - 1) * (site.heads * site.key_dim + site.kv_heads * (site.key_dim + site.value_dim))
+        return super().state_bytes(tokens, item) + 4 * (self.state_count * self.key_dim * site.value_dim + tail)
 
 
 def outer_products(

@@ -23,7 +23,6 @@ Decays are log-space, <= 0; memories, steps and norms in fp32 (fp64 stays fp64).
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -35,9 +34,8 @@ from ..gla.eager import GLAState
 from ..gla.gla import gla
 from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads
 from ..layers.constant import OPEN, ones_direction
-from ..layers.gate_linear import DecayLinear
+from ..layers.gate_linear import DecayLinear, before_softplus
 from ..layers.norm import HeadNorm
-from ..layers.pool import put, take
 from ..layers.recurrent import Recurrent, outer_products
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors
@@ -150,7 +148,7 @@ class Mamba2(Recurrent, Mixer):
         """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
         super().__init__(site, rope=False)
         self.build("query", "identity", "none", (half_life_min, half_life_max), chunk_size)
-        self.taps, self.gate_std, self.raw = taps, gate_std, True
+        self.gate_std, self.raw = gate_std, True
         self.norm = HeadNorm(site.heads, site.value_dim, eps)
         self.step = DecayLinear(site.hidden, site.heads)
         self.A_log = nn.Parameter(torch.empty(site.heads))
@@ -159,15 +157,11 @@ class Mamba2(Recurrent, Mixer):
         widths = {"query": (site.heads, site.key_dim), "key": (site.kv_heads, site.key_dim)}
         for role, width in {**widths, "value": (site.kv_heads, site.value_dim)}.items():
             self.register_parameter(f"{role}_bias", nn.Parameter(torch.empty(width)))
-            if taps > 1:
-                self.register_parameter(f"{role}_taps", nn.Parameter(torch.empty(*width, taps)))
-        if taps > 1:
-            self.short_conv = import_module("..layers.conv", __package__).short_conv
+        self.build_taps(taps)
 
     @classmethod
     def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
-        found = super().parts(site, {**options, "feature_map": "identity"})
-        return found | ({"layers/conv": "short_conv"} if options["taps"] > 1 else {})
+        return super().parts(site, {**options, "feature_map": "identity"})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -180,11 +174,7 @@ class Mamba2(Recurrent, Mixer):
         init.ones_(self.skip)
         for role in ("query", "key", "value"):
             init.zeros_(getattr(self, f"{role}_bias"))
-            if self.taps > 1:
-                weight = getattr(self, f"{role}_taps")
-                identity = torch.zeros_like(weight)
-                identity[..., -1] = 1.0
-                init.copy_(weight, identity)
+        self.reset_taps()
 
     def _start(self) -> tuple[Tensor, Tensor]:
         """-A and dt [H], whose product is -g at the start. With -A = 1 the weights dt of a memory add up to about 1."""
@@ -229,22 +219,11 @@ class Mamba2(Recurrent, Mixer):
         assert k is not None
         assert v is not None
         memory, *tails = (None,) * 4 if state is None else state
-        ends: Any
-        if self.taps == 1:
-            sequences = q.shape[0] if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
-            ends = [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in (q, k, v)]
-        else:
-            held = tails if layout.rows is None else [take(tail, layout.rows) for tail in tails]
-            taps, places = (self.query_taps, self.key_taps, self.value_taps), (layout.padding, layout.segments)
-            made = [self.short_conv(*each, *places, layout.cu_seqlens) for each in zip((q, k, v), taps, held, strict=True)]
-            (q, k, v), ends = zip(*made, strict=True)
+        (q, k, v), ends = self.convolved((q, k, v), layout, tails)
+        if self.taps > 1:
             q, k, v = self._activated(q, k, v)
         before = None if memory is None else GLAState(memory)
         y, (memory,) = self.recur(mamba2, layout, before, q, k, v, g, step, self.skip)
-        if layout.rows is not None and state is not None:
-            if self.taps > 1:
-                put(tails, layout.rows, ends)
-            return (y,), state
         return (y,), Mamba2State(memory, *ends)
 
     def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
@@ -256,13 +235,3 @@ class Mamba2(Recurrent, Mixer):
         biases: Any = self.query_bias, self.key_bias, self.value_bias
         q, k, v = (F.silu(y + bias.to(y.dtype)) for y, bias in zip((q, k, v), biases, strict=True))
         return q, k, v
-
-    def state_bytes(self, tokens: int, item: int = 4) -> int:
-        site = self.site
-        row = site.heads * site.key_dim + site.kv_heads * (site.key_dim + site.value_dim)
-        return super().state_bytes(tokens, item) + 4 * (self.taps - 1) * row
-
-
-def before_softplus(y: Tensor) -> Tensor:
-    """The z with softplus(z) = y; e^y itself overflows where half-lives are thousandths of a token."""
-    return y + torch.log(-torch.expm1(-y))

@@ -1,7 +1,8 @@
 """A source model in which each layer computes softmax, its mixer, or a mixture of both.
 
 The mixers are attached to the source in memory; nothing is written. A pass runs under the hooks' transfer mode, in
-which an attention module has softmax at hand and a mixer with the same q, k and v. A gate in each module, or one for
+which an attention module has softmax at hand and a mixer with the same q, k and v. For a mixer with q and k of its own
+the module runs once more inside, as in attention transfer. A gate in each module, or one for
 each of its key heads and their query heads, says how much of softmax goes on: 1 softmax alone, 0 the mixer alone.
 """
 
@@ -16,11 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize_kernels.hf.attention_hooks import Linearized, attach, evaluating, mixers_of, renamed
+from linearize_kernels.hf.attention_hooks import (
+    Linearized,
+    attach,
+    bind,
+    evaluating,
+    hidden_name,
+    layout_of_call,
+    mixers_of,
+    renamed,
+    without_rotation,
+)
+from linearize_kernels.hf.cache import CACHE_NAMES
 from linearize_kernels.hf.capture import capture
 from linearize_kernels.hf.interface import TRANSFER, split_name
-from linearize_kernels.layers.softmax_heads import score_options
-from linearize_kernels.layout import call_layout, is_causal, this_thread
+from linearize_kernels.layout import is_causal, this_thread
 from linearize_kernels.mixer import Mixer
 
 from ..checkpoint.code import captured
@@ -70,6 +81,9 @@ class Mixture:
             mixer.to(model.device, torch.float32)
         self.mixers: dict[int, Mixer] = {mixer.site.layer: mixer for mixer in mixers}
         self.gates: Mapping[int, Gate] = dict.fromkeys(self.mixers, 1.0)
+        # During a pass: what a module was called with whose mixer needs q and k of its own, and what that computed.
+        self.bound: dict[Mixer, dict[str, Any]] = {}
+        self.own: dict[Mixer, Tensor] = {}
         self.layers = sorted(step.site.layer for step in plan.linear)
         self.local: dict[int, Mixer] = {
             step.site.layer: build_mixer(step.mechanism, step.site, step.options)
@@ -121,13 +135,33 @@ class Mixture:
         functions = {mixer: mixer.attention_function for mixer in self.mixers.values()}
         for mixer in functions:
             mixer.attention_function = functools.partial(mix, self)
+        hooks = [
+            self.model.get_submodule(name).register_forward_pre_hook(self._keep, with_kwargs=True)
+            for name, mixer in mixers_of(self.model).items()
+            if mixer.drop_rope
+        ]
         try:
             with evaluating(self.model), renamed(self.model, lambda name: TRANSFER + split_name(name)[1]):
                 yield
         finally:
+            for hook in hooks:
+                hook.remove()
+            self.bound.clear()
             for mixer, function in functions.items():
                 mixer.attention_function = function
                 mixer.calls.clear()
+
+    def _keep(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.bound[module.mixer] = bind(module, args, kwargs)
+
+    def of_own_call(self, mixer: Mixer, module: Any) -> Tensor:
+        """What a mixer computes from q and k of its own, for which its attention module runs once more."""
+        call, bound = mixer.calls[this_thread()], self.bound.pop(mixer)
+        bound |= {hidden_name(mixer): call.x} | {name: None for name in CACHE_NAMES if name in bound}
+        call.raw, call.rotation = mixer.raw, without_rotation(bound, mixer.site.routed)
+        module.forward(**bound)  # `mix` sees that it is inside
+        call.raw, call.rotation = False, None
+        return self.own.pop(mixer)
 
     # ------------------------------------------------------------ mixers
 
@@ -184,14 +218,16 @@ def mix(
         shape = query.shape[0], query.shape[2]
         causal = is_causal(module, kwargs, mixer.site.causal)
         call.check(mixer, attention_mask, shape[1], None, causal)
-        layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.arguments(kwargs))
-        layout = layout._replace(scores=by.softmax and score_options(kwargs))
+        layout = layout_of_call(by, call, causal, attention_mask, shape, None, kwargs)
         return by(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)[0]
 
+    if mixer.drop_rope and mixer not in mixture.bound:  # inside `of_own_call`
+        mixture.own[mixer] = o = mixed(mixer)
+        return o.to(query.dtype), None
     parts: list[Tensor] = []
     if not isinstance(gate, float) or gate > 0:
         exact = mixed(local) if local else softmax(module, query, key, value, attention_mask, **kwargs)[0]
         parts.append(gate * exact)
     if not isinstance(gate, float) or gate < 1:
-        parts.append((1 - gate) * mixed(mixer))
+        parts.append((1 - gate) * (mixture.of_own_call(mixer, module) if mixer.drop_rope else mixed(mixer)))
     return torch.stack(parts).sum(0).to(query.dtype) if len(parts) > 1 else parts[0].to(query.dtype), None

@@ -8,16 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import LinearizeError, did_you_mean
 from ..terminal.arguments import Converted, Revision, Trust, path
 from ..terminal.output import say
 from ..terminal.progress import starting
-
-NO_GGUF = (
-    "--to gguf: llama.cpp computes linear layers inside architectures that it knows. Convert with --to gdn --set "
-    "native=true (a Qwen3) or --to mamba2 (a Llama or Mistral), then: linearize export DIR --as auto -o OUT, and "
-    "give OUT to llama.cpp's converter (docs/native.md). For other mechanisms there is --to onnx"
-)
 
 
 def export(
@@ -25,7 +19,7 @@ def export(
     to: Annotated[str, typer.Option("--to", help="Format of a graph: onnx.")] = "onnx",
     form: Annotated[
         str | None,
-        typer.Option("--as", help="Architecture that engines know: qwen3_5, granitemoehybrid, or auto."),
+        typer.Option("--as", help="What engines know: qwen3_5, granitemoehybrid, or auto; gguf, gguf-q8_0."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.", parser=path)
@@ -33,12 +27,11 @@ def export(
     trust_remote_code: Trust = False,
     revision: Revision = None,
 ) -> None:
-    """Write a converted model for another runtime, and check it against the model: as an architecture that vLLM, MLX
-    and others know (--as), or as a graph of gla, retnet, gdn or window (--to onnx)."""
-    if "gguf" in (to, form):
-        raise LinearizeError(NO_GGUF, Exit.INCOMPATIBLE)
+    """Write a converted model for another runtime, and check it against the model: as an architecture that vLLM, MLX,
+    llama.cpp and others know (--as), or as a graph of gla, retnet, gdn or window (--to onnx)."""
     if to != "onnx":
-        raise LinearizeError(f"--to {to}: choose onnx.{did_you_mean(to, ('onnx',))}")
+        near = " GGUF is --as gguf" if to == "gguf" else did_you_mean(to, ("onnx",))
+        raise LinearizeError(f"--to {to}: choose onnx.{near}")
     here = os.path.expanduser(model)
     name = os.path.basename(os.path.realpath(here) if os.path.isdir(here) else model.rstrip("/"))
     if form is not None:

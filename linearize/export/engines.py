@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Tokens at the end of a row that come one by one, at most.
+STEPS = 16
+
 
 class Engine(NamedTuple):
     """Whether an engine takes a model, and what is to be said: why it does not, or what it needs."""
@@ -42,15 +45,17 @@ def qwen3_5_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
 
 
 def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
-    """Norms: MLX normalises all heads together, whatever the groups."""
+    """Norms: MLX normalises all heads together, whatever the groups. Biases: transformers multiplies hidden states of
+    padding by 0, but not what a projection makes of them, and convolves its bias into the first real tokens."""
     groups, rope = config["mamba_n_groups"], config["rope_parameters"].get("rope_type", "default")
     scaled = "" if rope == "default" else f"it drops the {rope} scaling of the rotary embedding"
     mlx = [f"it normalises the {groups} groups of a linear layer together"] if groups > 1 else []
     mlx += [scaled] if scaled else []
     inner = config["mamba_n_heads"] * config["mamba_d_head"]
-    cpp = f"it insists on an inner size of twice the hidden size, and this one is {inner}"
+    biased = "rows behind left padding differ, for it convolves biases of padding: pad on the right, or not at all"
+    cpp = f"it insists on an inner size of twice the hidden size, and this one is {inner}: export it --as gguf"
     return (
-        Engine("transformers", True, "5.24 and later"),
+        Engine("transformers", True, "; ".join(["5.24 and later"] + [biased] * config["mamba_proj_bias"])),
         Engine("vLLM", True, "0.32 and later"),
         Engine("SGLang", not scaled, scaled),
         Engine("MLX", not mlx, "; ".join(mlx)),
@@ -73,7 +78,7 @@ def compared(model: Any, folder: Path, form: str, config: dict[str, Any], rows: 
 
 
 def mlx_logits(folder: Path, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [T,V] of a row [T] by mlx-lm in fp32: in one pass, and with the second half token by token."""
+    """Logits [T,V] of a row [T] by mlx-lm in fp32: in one pass, and with the last tokens one by one."""
     import mlx.core as mx
     import numpy as np
     from mlx_lm.models.cache import make_prompt_cache
@@ -85,8 +90,8 @@ def mlx_logits(folder: Path, row: Tensor) -> tuple[Tensor, Tensor]:
     def tensor(logits: Any) -> Tensor:
         return torch.from_numpy(np.array(logits)[0].copy())
 
-    ids, half = mx.array(row[None].numpy()), len(row) // 2
+    ids, begin = mx.array(row[None].numpy()), len(row) - min(STEPS, len(row) // 2)
     whole, cache = tensor(model(ids)), make_prompt_cache(model)
-    parts = [tensor(model(ids[:, :half], cache=cache))]
-    parts += [tensor(model(ids[:, place : place + 1], cache=cache)) for place in range(half, len(row))]
+    parts = [tensor(model(ids[:, :begin], cache=cache))]
+    parts += [tensor(model(ids[:, place : place + 1], cache=cache)) for place in range(begin, len(row))]
     return whole, torch.cat(parts)

@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layers import common_obstacles, head_dim, layer_obstacles, linear_layers, repeated, rope_of, taps_of, tokens_of
+from .layers import (
+    common_obstacles,
+    each_layer,
+    ends_of,
+    head_dim,
+    layer_obstacles,
+    linear_layers,
+    repeated,
+    rope_of,
+    taps_of,
+    tokens_of,
+)
 
 SOURCES = ("llama", "mistral", "qwen2")
 PRECISE = ("A_log", "dt_bias", "mamba.D", "norm.weight", "layernorm.weight")
@@ -84,27 +95,22 @@ def bias(own: dict[str, Tensor], part: str) -> Tensor:
 
 def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the converted model in fp32 under the format's names."""
-    text, linear, out = config.get_text_config(), linear_layers(config), {}
-    H, Hkv = text.num_attention_heads, text.num_key_value_heads
-    for number in range(text.num_hidden_layers):
-        here = f"model.layers.{number}."
-        own = {name.removeprefix(here): x for name, x in weights.items() if name.startswith(here)}
+    text = config.get_text_config()
+    H, Hkv, out = text.num_attention_heads, text.num_key_value_heads, ends_of(text, weights)
+    for here, own, mixer, plan in each_layer(config, weights):
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{here}{name}.weight"] = own[f"{name}.weight"]
         both = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
         out[f"{here}shared_mlp.input_linear.weight"] = both
         out[f"{here}shared_mlp.output_linear.weight"] = own["mlp.down_proj.weight"]
         q, k, v, o = (own[f"self_attn.{x}_proj.weight"] for x in "qkvo")
-        if number not in linear:
+        if plan is None:
             out |= {f"{here}self_attn.{x}_proj.weight": own[f"self_attn.{x}_proj.weight"] for x in "qkvo"}
             if biased(text):
                 out |= {f"{here}self_attn.{x}_proj.bias": bias(own, x) for x in "qkvo"}
             continue
-        mixer = {name.removeprefix("self_attn.mixer."): x for name, x in own.items() if ".mixer." in name}
         roles = ("value", "key", "query")
         biases = [repeated(mixer[f"{role}_bias"].flatten(), H, mixer[f"{role}_bias"].shape[0]) for role in roles]
-        for role in roles:
-            mixer.setdefault(f"{role}_taps", torch.ones(*mixer[f"{role}_bias"].shape, 1))  # the identity
         parts = [mixer["output_gate.weight"], repeated(v, H, Hkv), repeated(k, H, Hkv), q, mixer["step.weight"]]
         there = f"{here}mamba."
         if biased(text):  # the format has one in all of a layer's projections, or in none
@@ -114,7 +120,7 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             out[f"{there}out_proj.bias"] = bias(own, "o")
         out |= {
             f"{there}in_proj.weight": torch.cat(parts),
-            f"{there}conv1d.weight": taps_of(mixer, "", roles, H),
+            f"{there}conv1d.weight": taps_of(mixer, roles, H),
             f"{there}conv1d.bias": torch.cat(biases),
             f"{there}dt_bias": mixer["step.bias"],
             f"{there}A_log": mixer["A_log"],
@@ -122,8 +128,4 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             f"{there}norm.weight": mixer["norm.weight"].flatten(),
             f"{there}out_proj.weight": o,
         }
-    out["model.norm.weight"] = weights["model.norm.weight"]
-    out["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-    if not text.tie_word_embeddings:
-        out["lm_head.weight"] = weights["lm_head.weight"]
     return out

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,11 @@ def layer_obstacles(config: Any, mechanism: str, options: dict[str, Any], ask: s
             found.append((f"a window of {own['window']} tokens beside {name}", number))
         if site["softmax_groups"]:
             found.append((f"key heads {[*site['softmax_groups']]} keep softmax", number))
-    return grouped(found)
+    reasons = grouped(found)
+    if len(linear_layers(config)) == config.get_text_config().num_hidden_layers:
+        why = "transformers' class asks the cache of a softmax layer for its length, and stops where there is none"
+        reasons.append(f"no layer keeps softmax: {why} (convert with --keep-softmax every:4:3)")
+    return reasons
 
 
 def common_obstacles(text: Any) -> list[str]:
@@ -64,20 +68,44 @@ def repeated(weight: Tensor, heads: int, groups: int) -> Tensor:
     return weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0).flatten(0, 1)
 
 
-def taps_of(weights: dict[str, Tensor], prefix: str, roles: Iterable[str], heads: int) -> Tensor:
-    """The convolution over the channels of all heads, one role behind the other: [channels,1,4]; without one, the
-    identity, the kernel (0, 0, 0, 1)."""
+def taps_of(mixer: dict[str, Tensor], roles: Iterable[str], heads: int) -> Tensor:
+    """The convolution over the channels of all heads, one role behind the other: [channels,1,4], zeros in front."""
     parts = []
     for role in roles:
-        taps = weights[f"{prefix}{role}_taps"]
+        taps = mixer[f"{role}_taps"]
         full = torch.nn.functional.pad(taps, (4 - taps.shape[-1], 0))
         parts.append(full.repeat_interleave(heads // full.shape[0], 0).flatten(0, 1))
     return torch.cat(parts)[:, None]
 
 
-def moved(weights: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    """Weights under new names."""
-    return {new: weights[old] for old, new in names.items()}
+class Layer(NamedTuple):
+    """A layer's weights: all by their names in it, those of its mixer, and of a linear one what the plan says."""
+
+    prefix: str
+    own: dict[str, Tensor]
+    mixer: dict[str, Tensor]
+    plan: dict[str, Any] | None
+
+
+def each_layer(config: Any, weights: dict[str, Tensor]) -> Iterator[Layer]:
+    """The layers of a converted model, in turn. A mixer without a convolution gets the identity of one tap."""
+    text, linear = config.get_text_config(), linear_layers(config)
+    for number in range(text.num_hidden_layers):
+        prefix, plan = f"model.layers.{number}.", linear.get(number)
+        own = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+        mixer = {name.removeprefix("self_attn.mixer."): x for name, x in own.items() if ".mixer." in name}
+        if plan is not None:
+            H, Hkv = text.num_attention_heads, text.num_key_value_heads
+            D, Dv = (plan["site"][f"{x}_dim"] for x in ("key", "value"))
+            for role, size in {"query": (H, D), "key": (Hkv, D), "value": (Hkv, Dv)}.items():
+                mixer.setdefault(f"{role}_taps", torch.ones(*size, 1))
+        yield Layer(prefix, own, mixer, plan)
+
+
+def ends_of(text: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The embeddings, the last norm, and the head where it has weights of its own."""
+    names = ["model.norm.weight", "model.embed_tokens.weight"]
+    return {name: weights[name] for name in names + ["lm_head.weight"] * (not text.tie_word_embeddings)}
 
 
 def rope_of(text: Any) -> dict[str, Any]:

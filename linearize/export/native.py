@@ -25,8 +25,8 @@ from ..convert import separate
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..train.save import load_converted
 from ..verify.tolerances import NATIVE
-from . import granitemoehybrid, qwen3_5
-from .engines import Engine, compared, engines_for
+from . import granitemoehybrid, qwen3_5, to_gguf
+from .engines import STEPS, Engine, compared, engines_for
 from .to_onnx import proof_rows, silent
 
 # The largest shard that is written.
@@ -53,7 +53,7 @@ FORMATS = {
     name: Format(name, file.SOURCES, file.obstacles, file.config_of, file.fold, file.PRECISE)
     for name, file in FILES.items()
 }
-CHOICES = (*FORMATS, "auto")
+CHOICES = (*FORMATS, "auto", *to_gguf.FORMS)
 
 
 class Exported(NamedTuple):
@@ -69,10 +69,11 @@ class Exported(NamedTuple):
 def export_native(
     model: str, form: str, output: Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Exported:
-    """Write a converted model of a folder or the Hub, and its tokenizer, into a new folder as engines know it.
+    """Write a converted model of a folder or the Hub, and its tokenizer, into a new folder as engines know it; as
+    `gguf` or `gguf-q8_0` in one file, of the format that `auto` takes.
 
     Raises LinearizeError: 2 for an unknown format and where `output` is in the way, 3 for a model that the format does
-    not hold, naming what is not exact, 4 for disk and memory, 5 for the Hub, 6 where it computes something else.
+    not hold, naming what is not exact, 4 for disk, memory and packages, 5 for the Hub, 6 where it computes others.
     """
     if form not in CHOICES:
         raise LinearizeError(f"--as {form}: choose {', '.join(CHOICES)}.{did_you_mean(form, CHOICES)}")
@@ -88,18 +89,26 @@ def export_native(
         way = f"Bring it to this version first: linearize upgrade {model}"
         raise LinearizeError(f"{model} has the code of linearize {version}. {way}", Exit.INCOMPATIBLE)
     config = open_config(source.folder)
-    chosen = choose(form, config, model)
+    chosen = choose("auto" if form in to_gguf.FORMS else form, config, model)
+    written = chosen.config(config)
+    if form in to_gguf.FORMS:
+        to_gguf.check(chosen.name, written, source.folder, model)
     carried = [path for path in carried_files(source.folder) if path.parent == source.folder and is_read(path)]
     loaded = load_converted(source.folder, torch.float32, trust_remote_code).eval()
     # A tied head has the same storage; formats that tie leave it out.
     weights = {name: tensor.detach() for name, tensor in loaded.state_dict().items()}
     with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
-        written, tensors = chosen.config(config), chosen.fold(config, weights)
+        tensors = chosen.fold(config, weights)
         (work / "config.json").write_text(json.dumps(written, indent=2) + "\n", "utf-8")
         rows = proof_rows(config.get_text_config())
         expected = [loaded(input_ids=row[None], use_cache=False).logits[0] for row in rows]
         prove(work, tensors, rows, expected)
         del loaded, weights
+        if form in to_gguf.FORMS:
+            (work / "config.json").unlink()
+            dtype = to_gguf.FORMS[form]
+            to_gguf.write(work / to_gguf.FILE, chosen.name, written, tensors, source.folder, dtype)
+            return Exported(output, form, {}, (Engine("llama.cpp", True, "0.5 and later, and what is built on it"),))
         save(work, tensors, plan.dtype, chosen.precise)
         for path in carried:
             shutil.copyfile(path, work / path.name)
@@ -157,7 +166,7 @@ def reloaded(folder: Path) -> Any:
 
 def prove(folder: Path, tensors: dict[str, Tensor], rows: list[Tensor], expected: list[Tensor]) -> None:
     """Compare transformers' own class on the folded weights, in fp32, with the converted model: rows in one pass, and
-    rows of which half comes token by token.
+    rows whose last tokens come one by one.
 
     Raises LinearizeError (exit 6) for missing or unknown weights, and for other logits than `expected`.
     """
@@ -190,11 +199,11 @@ def one_pass(model: Any, row: Tensor) -> Tensor:
 
 
 def stepped(model: Any, row: Tensor) -> Tensor:
-    """Logits [T,V] of a row [T], of which the second half comes token by token."""
-    half = len(row) // 2
-    out = model(input_ids=row[None, :half], use_cache=True)
+    """Logits [T,V] of a row [T], whose last tokens come one by one."""
+    begin = len(row) - min(STEPS, len(row) // 2)
+    out = model(input_ids=row[None, :begin], use_cache=True)
     parts, cache = [out.logits[0]], out.past_key_values
-    for place in range(half, len(row)):
+    for place in range(begin, len(row)):
         out = model(input_ids=row[None, place : place + 1], past_key_values=cache, use_cache=True)
         parts, cache = [*parts, out.logits[0]], out.past_key_values
     return torch.cat(parts)

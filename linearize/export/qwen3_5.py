@@ -16,7 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layers import common_obstacles, head_dim, layer_obstacles, linear_layers, repeated, rope_of, taps_of, tokens_of
+from .layers import (
+    common_obstacles,
+    each_layer,
+    ends_of,
+    head_dim,
+    layer_obstacles,
+    linear_layers,
+    repeated,
+    rope_of,
+    taps_of,
+    tokens_of,
+)
 
 SOURCES = ("qwen3",)
 PRECISE = ("A_log", "dt_bias", "norm.weight", "layernorm.weight")
@@ -78,17 +89,16 @@ def config_of(config: Any) -> dict[str, Any]:
 
 def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the converted model in fp32 under the format's names."""
-    text, linear, out = config.get_text_config(), linear_layers(config), {}
-    H, Hkv = text.num_attention_heads, text.num_key_value_heads
-    for number in range(text.num_hidden_layers):
-        here = f"model.layers.{number}."
-        own = {name.removeprefix(here): x for name, x in weights.items() if name.startswith(here)}
+    text = config.get_text_config()
+    H, Hkv, out = text.num_attention_heads, text.num_key_value_heads, ends_of(text, weights)
+    out["model.norm.weight"] = out["model.norm.weight"] - 1.0
+    for here, own, mixer, plan in each_layer(config, weights):
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{here}{name}.weight"] = own[f"{name}.weight"] - 1.0
         for name in ("gate_proj", "up_proj", "down_proj"):
             out[f"{here}mlp.{name}.weight"] = own[f"mlp.{name}.weight"]
         q, k, v, o = (own[f"self_attn.{x}_proj.weight"] for x in "qkvo")
-        if number not in linear:
+        if plan is None:
             gated = torch.stack([q.unflatten(0, (H, -1)), torch.zeros_like(q).unflatten(0, (H, -1))], 1)
             out |= {
                 f"{here}self_attn.q_proj.weight": gated.flatten(0, 2),  # [q; gate] of each head
@@ -99,16 +109,10 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{here}self_attn.k_norm.weight": own["self_attn.k_norm.weight"] - 1.0,
             }
             continue
-        mixer = {name.removeprefix("self_attn.mixer."): x for name, x in own.items() if ".mixer." in name}
-        taps = linear[number]["options"]["taps"]
-        if taps == 1:  # the identity
-            D, Dv = (linear[number]["site"][f"{x}_dim"] for x in ("key", "value"))
-            sizes = {"query": (H, D), "key": (Hkv, D), "value": (Hkv, Dv)}
-            mixer |= {f"{role}_taps": torch.ones(*size, 1) for role, size in sizes.items()}
         there = f"{here}linear_attn."
         out |= {
             f"{there}in_proj_qkv.weight": torch.cat([q, repeated(k, H, Hkv), repeated(v, H, Hkv)]),
-            f"{there}conv1d.weight": taps_of(mixer, "", ("query", "key", "value"), H),
+            f"{there}conv1d.weight": taps_of(mixer, ("query", "key", "value"), H),
             f"{there}in_proj_z.weight": mixer["output_gate.weight"],
             f"{there}in_proj_b.weight": mixer["strength.weight"],
             f"{there}in_proj_a.weight": mixer["decay.weight"],
@@ -117,8 +121,4 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             f"{there}norm.weight": torch.ones(mixer["norm.weight"].shape[1]),
             f"{there}out_proj.weight": o * mixer["norm.weight"].flatten(),
         }
-    out["model.norm.weight"] = weights["model.norm.weight"] - 1.0
-    out["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-    if not text.tie_word_embeddings:
-        out["lm_head.weight"] = weights["lm_head.weight"]
     return out

@@ -4,6 +4,7 @@ found by the proof, and what is not exact is refused by name."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from models import load, save_source, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from training import byte_tokenizer
 
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
-from linearize.export import native
+from linearize.export import native, to_gguf
 from linearize.export.engines import engines_for, mlx_logits
 from linearize.export.native import FORMATS, export_native, one_pass, prove, stepped
 from linearize.serve.folder import layers_of
@@ -86,8 +88,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
         pytest.param(QWEN, "0,1", {}, marks=pytest.mark.slow),
         pytest.param(("qwen3", "gdn", {"native": True, "taps": 1}), "3", {}, marks=pytest.mark.slow),
         pytest.param(LLAMA, "0,2,3", {"num_key_value_heads": 1}, marks=pytest.mark.slow),
+        pytest.param(("qwen2", *LLAMA[1:]), "0", {}, marks=pytest.mark.slow),
+        pytest.param(("llama", "mamba2", {"eps": 1e-6, "taps": 1}), "0", {}, marks=pytest.mark.slow),
     ],
-    ids=["qwen3 tied", "llama3 rope", "qwen3 irregular", "qwen3 without taps", "one key head"],
+    ids=["qwen3 tied", "llama3 rope", "qwen3 irregular", "qwen3 without taps", "one key head", "qwen2", "no taps"],
 )
 @torch.no_grad()
 def test_engines_compute_what_the_model_computes(
@@ -106,7 +110,9 @@ def test_engines_compute_what_the_model_computes(
     ids, mask = tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, :9] = 0
     ours, theirs = (m(input_ids=ids, attention_mask=mask).logits for m in (model, known))
-    assert float(((ours - theirs) * mask[..., None]).abs().max() / ours.abs().max()) < 1e-4
+    exact = float(((ours - theirs) * mask[..., None]).abs().max() / ours.abs().max()) < 1e-4
+    assert exact == ("left padding" not in made.engines[0].note)
+    assert float((ours[0, 9:] - one_pass(model, ids[0, 9:])).abs().max() / ours.abs().max()) < 1e-4
 
 
 def changed(ending: str, change: Callable[[Tensor], Tensor]) -> Callable[[Made], dict[str, Tensor]]:
@@ -216,6 +222,145 @@ def test_decays_and_norms_stay_fp32(tmp_path: Path, linearize: Command) -> None:
     assert set(kinds.values()) == {torch.float32, torch.bfloat16}
 
 
+# ---------------------------------------------------------------- gguf
+
+
+def gguf_of(made: Made, folder: Path, form: str = "gguf", **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What gguf's own reader finds in a file: metadata, and tensors in fp32. `changes` are the config's."""
+    import gguf
+
+    config = made.config["text_config"] if made.form.name == "qwen3_5" else made.config
+    to_gguf.write(
+        folder / "model.gguf", made.form.name, {**config, **changes}, made.tensors, made.folder, to_gguf.FORMS[form]
+    )
+    reader = gguf.GGUFReader(folder / "model.gguf")
+    tensors = {one.name: torch.from_numpy(gguf.dequantize(one.data, one.tensor_type).copy()) for one in reader.tensors}
+    return {name: field.contents() for name, field in reader.fields.items()}, tensors
+
+
+def test_gguf_of_qwen3_5_has_its_weights(qwen: Made, tmp_path: Path) -> None:
+    known, found = gguf_of(qwen, tmp_path)
+    assert known["general.architecture"] == "qwen35"
+    assert known["qwen35.attention.recurrent_layers"] == [True, True, True, False]
+    assert sum(known["qwen35.rope.dimension_sections"]) == 4
+    assert (known["qwen35.ssm.inner_size"], known["qwen35.ssm.group_count"]) == (32, 4)
+    ours = qwen.tensors
+    assert len(found) == len(ours)
+    layer = "model.layers.0.linear_attn."
+    assert torch.equal(found["blk.0.ssm_a"], -ours[f"{layer}A_log"].exp())
+    assert torch.equal(found["blk.0.ssm_conv1d.weight"], ours[f"{layer}conv1d.weight"][:, 0])
+    assert torch.equal(found["blk.0.attn_norm.weight"], ours["model.layers.0.input_layernorm.weight"] + 1.0)
+    assert torch.equal(found["blk.0.ssm_norm.weight"], ours[f"{layer}norm.weight"])  # the only norm that stores w
+    assert torch.equal(found["blk.3.attn_q.weight"], ours["model.layers.3.self_attn.q_proj.weight"])
+
+
+def test_gguf_of_granite_has_its_weights_twice_and_filled_up(llama: Made, tmp_path: Path) -> None:
+    known, found = gguf_of(llama, tmp_path, rope_parameters=LLAMA3)
+    assert known["general.architecture"] == "granitehybrid"
+    assert known["granitehybrid.attention.head_count_kv"] == [0, 0, 0, 2]
+    assert known["granitehybrid.ssm.inner_size"] == 2 * known["granitehybrid.embedding_length"]
+    assert known["granitehybrid.ssm.state_size"] == 96
+    assert known["granitehybrid.rope.scaling.finetuned"] is True
+    ours, layer = llama.tensors, "model.layers.0.mamba."
+    z, v, k, q, step = found["blk.0.ssm_in.weight"].split([64, 64, 4 * 96, 4 * 96, 4])
+    whole = ours[f"{layer}in_proj.weight"].split([32, 32, 32, 32, 4])
+    for part, own in ((z, whole[0]), (v, whole[1])):
+        assert torch.equal(part.view(4, 2, 8, 32), own.view(4, 1, 8, 32).expand(4, 2, 8, 32))
+    for part, own in ((k, whole[2]), (q, whole[3])):
+        assert torch.equal(part.view(4, 96, 32)[:, :8], own.view(4, 8, 32))
+        assert not part.view(4, 96, 32)[:, 8:].any()
+    assert torch.equal(step, whole[4])
+    out = found["blk.0.ssm_out.weight"].view(32, 4, 2, 8)
+    assert torch.equal(out[:, :, 0], ours[f"{layer}out_proj.weight"].view(32, 4, 8))
+    assert not out[:, :, 1].any()
+    paired = ours["model.layers.3.self_attn.q_proj.weight"].view(4, 2, 4, 32).transpose(1, 2)
+    assert torch.equal(found["blk.3.attn_q.weight"], paired.reshape(32, 32))
+    inverse = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"]
+    config = transformers.LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=LLAMA3)
+    waves = 10000.0 ** (torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(1.0 / (found["rope_freqs.weight"] * waves), inverse(config, "cpu")[0])
+
+
+@pytest.mark.parametrize(("form", "error"), [("gguf", 2**-8), ("gguf-q8_0", 2**-6)])
+def test_gguf_rounds_matrices_alone(qwen: Made, tmp_path: Path, form: str, error: float) -> None:
+    _, exact = gguf_of(qwen, tmp_path)
+    _, found = gguf_of(qwen, tmp_path, form, dtype="bfloat16")
+    rounded = {name for name, x in found.items() if not torch.equal(x, exact[name])}
+    assert {"token_embd.weight", "blk.0.ssm_out.weight", "blk.0.attn_qkv.weight", "blk.3.attn_q.weight"} <= rounded
+    assert not {name for name in rounded if "norm" in name or "conv1d" in name or found[name].ndim == 1}
+    assert all(float((found[name] - x).abs().max() / x.abs().max()) < error for name, x in exact.items())
+
+
+def test_gguf_has_the_tokenizer(llama: Made, linearize: Command, tmp_path: Path) -> None:
+    """Of a folder that has one, by the command; one with more tokens than the model is refused."""
+    import gguf
+
+    folder = tmp_path / "linear"
+    shutil.copytree(llama.linear, folder)
+    byte_tokenizer().save_pretrained(folder)
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    code, _, message = linearize("export", folder, "--as", "gguf", "-o", tmp_path / "out")
+    assert code == Exit.INCOMPATIBLE
+    assert "257 tokens beside 97 embeddings" in message
+    whole["model"]["vocab"] = {token: i for token, i in whole["model"]["vocab"].items() if i < 90}
+    whole["added_tokens"][0]["id"] = 95
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    code, _, message = linearize("export", folder, "--as", "gguf", "-o", tmp_path / "out")
+    assert code == 0, message
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.gguf"]
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    found, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    assert len(found) == 97
+    assert all(found[i] == token for token, i in whole["model"]["vocab"].items())
+    assert (found[95], kinds[95], kinds[96]) == ("<eos>", gguf.TokenType.CONTROL, gguf.TokenType.UNUSED)
+    assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 95
+    assert fields["tokenizer.chat_template"].contents()
+
+
+def test_tokenizers_that_llama_cpp_splits_otherwise_are_refused(llama: Made, tmp_path: Path) -> None:
+    def written(*parts: dict[str, Any], model: str = "BPE") -> Path:
+        whole = {
+            "model": {"type": model, "vocab": {"a": 0}},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts},
+        }
+        (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+        return tmp_path
+
+    byte = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    plain = {**byte, "use_regex": False}
+    digits = {"type": "Digits", "individual_digits": True}
+    splits = [({"type": "Split", "pattern": {"Regex": regex}}, name) for regex, name in to_gguf.SPLITS.items()]
+    assert [to_gguf.pre_tokenizer(written(split, plain)) for split, _ in splits] == ["llama-bpe", "qwen2"]
+    assert to_gguf.pre_tokenizer(written(byte)) == "gpt-2"
+    assert to_gguf.pre_tokenizer(written(digits, byte)) == "smollm"
+    for other in (written(splits[0][0], byte), written(byte, model="Unigram"), written({"type": "Metaspace"})):
+        assert to_gguf.pre_tokenizer(other) is None
+    with pytest.raises(LinearizeError, match="a tokenizer that does not split") as refused:
+        to_gguf.check("granitemoehybrid", llama.config, tmp_path, "it")
+    assert refused.value.code == Exit.INCOMPATIBLE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"mamba_proj_bias": True}, "biases of q, k and v"), ({"rope_parameters": {"rope_type": "yarn"}}, "yarn scaling")],
+)
+def test_what_llama_cpp_does_not_hold_is_named(
+    llama: Made, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LinearizeError, match=message):
+        to_gguf.check("granitemoehybrid", {**llama.config, **changes}, tmp_path, "it")
+
+
+def test_without_the_package_gguf_its_name_is_told(
+    llama: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(to_gguf.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LinearizeError, match=r"linearize\[gguf\]") as refused:
+        to_gguf.check("granitemoehybrid", llama.config, tmp_path, "it")
+    assert refused.value.code == Exit.RESOURCE
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -262,6 +407,14 @@ def test_what_qwen3_5_does_not_hold_is_named(qwen: Made, changes: dict[str, Any]
 def test_what_granite_does_not_hold_is_named(llama: Made, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LinearizeError, match=message):
         native.choose("granitemoehybrid", config_of(llama, **changes), "it")
+
+
+@pytest.mark.parametrize("made", ["qwen", "llama"])
+def test_a_model_without_softmax_is_refused(made: str, request: pytest.FixtureRequest) -> None:
+    """transformers' classes do not decode then: their cache has no length."""
+    config = config_of(request.getfixturevalue(made), num_hidden_layers=3)
+    with pytest.raises(LinearizeError, match="no layer keeps softmax"):
+        native.choose("auto", config, "it")
 
 
 def test_softmax_of_another_kind_is_refused_and_the_format_for_it_named(llama: Made, qwen: Made) -> None:

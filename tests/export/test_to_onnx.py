@@ -311,9 +311,8 @@ def test_a_link_to_a_file_elsewhere_is_refused(converted: Any, linearize: Comman
 
 def test_other_formats_are_refused(linearize: Command, tmp_path: Path) -> None:
     code, _, message = linearize("export", tmp_path, "--to", "gguf")
-    assert code == Exit.INCOMPATIBLE
-    assert "llama.cpp" in message
-    assert "--to onnx" in message
+    assert code == Exit.USAGE
+    assert "--as gguf" in message
     code, _, message = linearize("export", tmp_path, "--to", "onxx")
     assert code == Exit.USAGE
     assert holds(message, "'onnx'")
