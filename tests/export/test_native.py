@@ -242,6 +242,7 @@ def config_of(made: Made, **changes: Any) -> Any:
         ({"attention_bias": True}, "biases of q, k and v"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ({"hidden_act": "gelu"}, "its MLP has gelu"),
+        ({"num_hidden_layers": 3}, "no layer keeps softmax.*--restore"),
     ],
 )
 def test_what_qwen3_5_does_not_hold_is_named(qwen: Made, changes: dict[str, Any], message: str) -> None:
