@@ -15,8 +15,8 @@ from ..terminal.progress import starting
 
 NO_GGUF = (
     "--to gguf: llama.cpp computes linear layers inside architectures that it knows. Convert a Qwen3 with --to gdn "
-    "--set native=true --keep-softmax every:4:3, then: linearize export DIR --as auto -o OUT, and give OUT to llama.cpp's "
-    "converter (docs/native.md). For other mechanisms there is --to onnx"
+    "--set native=true --keep-softmax every:4:3, then: linearize export DIR --as auto -o OUT, and give OUT to "
+    "llama.cpp's converter (docs/native.md). For other mechanisms there is --to onnx"
 )
 
 
