@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import Batch, Samples, blank, collate, is_dense, is_numbers, real_tokens, targets
 from ..data.logits import INDICES, TARGET
@@ -26,7 +26,7 @@ NEAR = 0.01  # nats, and of the teacher's perplexity: a student so near before a
 CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as perplexity
 
 
-def warn_of_chance(ppl: float, words: int) -> str:
+def random_teacher_warning(ppl: float, words: int) -> str:
     """A warning about a teacher whose perplexity is near that of guessing among the `words` of its vocabulary. It is
     empty for any other teacher."""
     if ppl < CHANCE * words:
