@@ -219,6 +219,18 @@ class Mixer(nn.Module):
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`to` with a narrower dtype, of the model or of anything that holds it, keeps the digits of what stays in fp32.
+        `half` and `bfloat16`, which come here with other functions, round everything, as some sharding needs it."""
+        to = getattr(fn, "__qualname__", "").startswith("Module.to.")
+        before = {name: self.get_parameter(name).data for name in self.fp32_names() * to}
+        super()._apply(fn, recurse)
+        for name, value in before.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = value.to(parameter.device, torch.float32)
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves behind what belongs to one call, which an interrupted forward may have left."""
         return {**self.__dict__, "calls": {}, "transfer": None}

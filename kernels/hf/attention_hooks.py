@@ -505,16 +505,6 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
         register_backend(backend)
         return prefix_for(self.config.linearize) + backend
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As for any model, and what stays in fp32 (`Mixer.fp32_names`) keeps its digits when the dtype is narrower."""
-        kept = [mixer.get_parameter(name) for mixer in mixers_of(self).values() for name in mixer.fp32_names()]
-        before = [parameter.data for parameter in kept]
-        super().to(*args, **kwargs)
-        for parameter, value in zip(kept, before, strict=True):
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = value.to(parameter.device, torch.float32)
-        return self
-
     def half(self, *args: Any) -> Any:
         """Everything in float16, as some sharding needs it, with a warning of what `to(torch.float16)` would keep."""
         warnings.warn(ROUNDED.format("half", "float16"), stacklevel=2)

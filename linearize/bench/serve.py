@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ class Load(NamedTuple):
 
 
 LOADS = (Load(1, 128), Load(64, 512), Load(32, 16384), Load(8, 65536))
+LOAD = re.compile(r"([1-9][0-9]{,8})x([1-9][0-9]{,8})")
 # Of a sequence, for how many fit.
 HELD = 32768
 
@@ -39,24 +41,27 @@ def parse_loads(text: str) -> tuple[Load, ...]:
     """
     found = []
     for part in text.split(","):
-        requests, x, tokens = part.strip().partition("x")
-        if not (x and requests.isdigit() and tokens.isdigit() and int(requests) and int(tokens)):
+        asked = LOAD.fullmatch(part.strip())
+        if asked is None:
             raise LinearizeError(f"--loads: {part!r} is not REQUESTSxTOKENS, for example 64x512", Exit.USAGE)
-        found.append(Load(int(requests), int(tokens)))
+        found.append(Load(int(asked[1]), int(asked[2])))
     return tuple(found)
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
     """Options of vLLM's engine: key=value, values as YAML reads them.
 
-    Raises LinearizeError (2) for one without a value.
+    Raises LinearizeError (2) for one without a value, or with one that is no YAML.
     """
     found = {}
     for one in given:
         key, equals, value = one.partition("=")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
         if not (equals and key.isidentifier()):
             raise LinearizeError(f"--engine: {one!r} is not key=value, for example dtype=bfloat16", Exit.USAGE)
-        found[key] = yaml.safe_load(value)
     return found
 
 

@@ -153,7 +153,7 @@ def bench_serve(
         from ..bench.serve import LOADS, markdown, parse_loads, parse_options
         from ..bench.serve import bench_serve as measure
 
-    models = [name for name in (source, model) if name]
+    models = [model_name(name) for name in ([source] if source else []) + [model]]
     wanted = parse_loads(loads) if loads else LOADS
     result = measure(models, wanted, steps=steps, options=parse_options(options or []), tell=say)
     if as_json:

@@ -135,13 +135,14 @@ def convert(
     if to is not None:
         check_name(to)
     of_recipe: Any = None
-    if not is_recipe(model, values or []):
+    by_recipe = is_recipe(model, values or [])
+    if not by_recipe:
         model = model_name(model)
     with starting():
         from ..plan.mechanisms import parse_settings
         from ..plan.plan import make_steps
 
-        if to is not None:  # refuse a wrong option before transformers' models are imported
+        if to is not None and not by_recipe:  # refuse a wrong option before transformers' models are imported
             make_steps([], to, parse_settings([*(values or []), *(settings or [])]))
         from .. import convert as of_transformers
         from ..diffusion import convert as of_diffusers
@@ -149,7 +150,7 @@ def convert(
         from ..plan.keep import is_auto
 
     seed = 0
-    if is_recipe(model, values or []):
+    if by_recipe:
         if restore:
             raise LinearizeError(
                 f"--restore {restore}: a recipe converts a model with softmax. Name the converted folder"

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from ..terminal.output import layers_named
 
+NO_SOFTMAX = (
+    "no layer keeps softmax, and transformers' classes write text only with one that does (convert with --keep-softmax "
+    "every:4:3, or give a layer of this one its softmax back: linearize convert DIR --restore 3)"
+)
+
 
 def linear_layers(config: Any) -> dict[int, dict[str, Any]]:
     """What the plan says of each converted layer, by its number."""
@@ -26,8 +31,8 @@ def grouped(found: Iterable[tuple[str, int]]) -> list[str]:
 
 def layer_obstacles(config: Any, mechanism: str, options: dict[str, Any], ask: str) -> list[str]:
     """Why linear layers are not those of a format, which holds `mechanism` with `options`; `ask` makes them."""
-    found = []
-    for number, layer in linear_layers(config).items():
+    found, linear = [], linear_layers(config)
+    for number, layer in linear.items():
         name, site, own = layer["mechanism"], layer["site"], layer["options"]
         wrong = [f"{option}={own.get(option)}" for option, value in options.items() if own.get(option) != value]
         if name == "window":
@@ -40,11 +45,9 @@ def layer_obstacles(config: Any, mechanism: str, options: dict[str, Any], ask: s
             found.append((f"a window of {own['window']} tokens beside {name}", number))
         if site["softmax_groups"]:
             found.append((f"key heads {[*site['softmax_groups']]} keep softmax", number))
-    reasons = grouped(found)
-    if len(linear_layers(config)) == config.get_text_config().num_hidden_layers:
-        why = "transformers' class asks the cache of a softmax layer for its length, and stops where there is none"
-        reasons.append(f"no layer keeps softmax: {why} (convert with --keep-softmax every:4:3)")
-    return reasons
+    windows = sum(layer["mechanism"] == "window" for layer in linear.values())
+    none_kept = len(linear) - windows == config.get_text_config().num_hidden_layers
+    return grouped(found) + [NO_SOFTMAX] * none_kept  # transformers counts the tokens of a cache in one
 
 
 def common_obstacles(text: Any) -> list[str]:

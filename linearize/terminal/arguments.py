@@ -26,11 +26,13 @@ def path(word: str | Path) -> Path:
 
 
 def model(word: str) -> str:
-    """The folder or Hub id of a model. Raises LinearizeError (exit 3) for what is neither: a name that no folder here
-    has and no repository can have. That is known before torch is imported."""
+    """The folder or Hub id of a model. Raises LinearizeError: 2 for an empty word, 3 for what is neither, a name that
+    no folder here has and no repository can have. That is known before torch is imported."""
     name = named_base(word)
     folder = Path(os.path.expanduser(name))
-    if name.strip() and not os.path.lexists(folder) and not HUB_ID.fullmatch(name):
+    if not name.strip():
+        raise LinearizeError("the name of the model is empty. Give a folder, or the Hub's user/repo")
+    if not os.path.lexists(folder) and not HUB_ID.fullmatch(name):
         near = near_path(folder, "*/")
         message = f"no such folder {name!r}, and it is no Hub id (user/repo){near and '.'}{near}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)

@@ -61,9 +61,10 @@ def test_without_vllm_the_message_names_it(linearize: Command) -> None:
     code, _, message = linearize("bench", "serve", "m")
     assert code == Exit.RESOURCE
     assert "vLLM" in message
+    assert linearize("bench", "serve", "")[0] == Exit.USAGE
 
 
-@pytest.mark.parametrize("given", ["64", "64x", "0x5", "ax5"])
+@pytest.mark.parametrize("given", ["64", "64x", "0x5", "ax5", "²x5", f"1x{'9' * 5000}"])
 def test_loads_are_requests_by_tokens(given: str) -> None:
     assert serve.parse_loads("64x512, 1x8") == (serve.Load(64, 512), serve.Load(1, 8))
     with pytest.raises(LinearizeError) as raised:
@@ -71,7 +72,7 @@ def test_loads_are_requests_by_tokens(given: str) -> None:
     assert raised.value.code == Exit.USAGE
 
 
-@pytest.mark.parametrize("given", ["dtype", "=1", "a b=1"])
+@pytest.mark.parametrize("given", ["dtype", "=1", "a b=1", "dtype={", "dtype=!!python/object:os.system x"])
 def test_options_of_the_engine_are_key_and_value(given: str) -> None:
     assert serve.parse_options(["a=1", "b=x", "c={d: 2}"]) == {"a": 1, "b": "x", "c": {"d": 2}}
     with pytest.raises(LinearizeError) as raised:

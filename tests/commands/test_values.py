@@ -51,6 +51,8 @@ def test_options_of_the_command_line_come_before_the_recipes(linearize: Command,
     own = planned(linearize, *recipe)
     assert (own["dtype"], own["steps"][0]["options"]["slots"]) == ("bfloat16", 128)
     assert [one["layer"] for one in own["kept"]] == [1]
+    other = planned(linearize, *recipe, "--to", "gla", "convert.options={}")
+    assert {step["mechanism"] for step in other["steps"]} == {"gla"}
     given = ["--keep-softmax", "0,2", "--dtype", "keep", "--set", "slots=16"]
     changed = planned(linearize, *recipe, *given)
     assert (changed["dtype"], changed["steps"][0]["options"]["slots"]) == ("float32", 16)

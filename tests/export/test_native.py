@@ -387,6 +387,7 @@ def config_of(made: Made, **changes: Any) -> Any:
         ({"attention_bias": True}, r"biases.*and"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ({"hidden_act": "gelu"}, "MLP"),
+        ({"num_hidden_layers": 3}, "softmax.*--restore"),
     ],
 )
 def test_what_qwen3_5_does_not_hold_is_named(qwen: Made, changes: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import logits, small_model, tokens
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from training import base, make_recipe, stage, train
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "la": ("la", {"window": 4, "learn_slope": True}, {"slope_logit", "near.far_logit"}),
     "mhla": ("mhla", {}, {"block_logits"}),
     "sla": ("sla", {"base": "gla"}, {"base.forget.bias"}),
+    "mamba2": ("mamba2", {}, {"A_log", "step.bias"}),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 BF16 = torch.bfloat16
@@ -133,6 +134,16 @@ def test_models_in_every_dtype_compute(folders: dict[str, Path], case: str) -> N
         assert parameter.grad is None or parameter.grad.dtype == parameter.dtype, name
     out = load(folders[case]).generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert out.shape == (2, 24)
+
+
+@pytest.mark.parametrize("hold", [lambda model: model.model, nn.Sequential], ids=["its inner model", "a wrapper"])
+def test_a_cast_of_what_holds_the_layers_keeps_them(folders: dict[str, Path], hold: Any) -> None:
+    """As PEFT, sentence-transformers and others cast, which do not call `to` of the model."""
+    model = load(folders["gdn"], torch.float32)
+    before = {name: p.clone() for name, p in precise(model).items()}
+    hold(model).to(BF16)
+    assert own(precise(model)) == CASES["gdn"][2]
+    assert all(torch.equal(p, before[name]) for name, p in precise(model).items())
 
 
 @pytest.mark.parametrize("case", ["gdn", "gsa"])
