@@ -18,7 +18,7 @@ from linearize_kernels.hf.seam import evaluating
 
 from ..data.batches import check_there, collate, targets
 from ..data.cache_key import fingerprint
-from ..data.documents import TextSource
+from ..data.documents import TextSource, check_enough
 from ..data.packing import Blocks, build_blocks
 from ..errors import Exit, LinearizeError
 from ..recipe.data import DemoSource, holds_images
@@ -172,12 +172,15 @@ def check_eval(recipe: Recipe) -> None:
     if recipe.data.eval is None:
         raise LinearizeError(f"the recipe has no data.eval; {SET_EVAL}")
     check_there(recipe.data.eval, recipe.folder)
+    if not holds_images(recipe.data.eval):
+        check_enough(to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder))
 
 
 def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
     """The evaluation text of a recipe, packed."""
     data = recipe.data
     source = to_source(data.eval, data.pack.text_key, recipe.folder)
+    check_enough(source, tokenizer)
     return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)
 
 
