@@ -24,6 +24,7 @@ from ..data.batches import Batch, collate
 from ..data.documents import check_enough
 from ..data.packing import Blocks, TextSource, build_blocks
 from ..errors import Exit, LinearizeError, reason_of
+from ..measure.evaluate import check_finite
 from ..measure.generate import device_memory, load_tokenizer
 from ..measure.positions import long_rows, longest_text
 from ..measure.recall import Row, Writer
@@ -101,6 +102,7 @@ class Scorer:
         self.mixture, self.units, self.advance = mixture, units or mixture.layers, advance
         self.batches = {"text": text} | ({"recall": recall} if recall else {})
         self.linear = self.kl([()])[0]
+        check_finite("the source", *self.linear.values())
 
     @torch.no_grad()
     def kl(self, sets: Sequence[Collection[Any]]) -> list[dict[str, float]]:

@@ -151,7 +151,7 @@ def evaluate(
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
     from ..measure.embeddings import compare_embeddings
-    from ..measure.evaluate import warn_of_chance
+    from ..measure.evaluate import check_finite, warn_of_chance
     from ..measure.generate import load_any, with_tokenizer
     from ..terminal.tables import answers_table, comparison_table, embeddings_table, remarks
     from ..train.teacher import vocabulary_of
@@ -176,6 +176,7 @@ def evaluate(
             for opened, name in ((ours, student), (theirs, teacher))
         ]
         result |= compare(models[0], models[1], text, request)
+        check_finite("the student", result["student_ppl"], result["kl"])
         comparison_table(result)
         random = warn_of_chance(result["teacher_ppl"], vocabulary_of(theirs.model))
         for warning in filter(None, (random, result["positions"]["warning"], *remarks(result))):

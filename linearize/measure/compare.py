@@ -30,7 +30,7 @@ from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import cache_of, most_tokens
-from .evaluate import sample_count
+from .evaluate import check_finite, sample_count
 from .freely import beginnings, freely, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
@@ -119,6 +119,7 @@ def compare(
         result = measure(
             student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request, not earlier
         )
+    check_finite("the teacher", result["teacher_ppl"])
     source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
     result |= {"text": str(source), "seq_len": recipe.data.pack.seq_len}
     result |= {"positions": far(student, teacher, source, recipe, request)}
