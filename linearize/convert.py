@@ -245,6 +245,8 @@ def convert(
 def next_step(plan: Plan, folder: Path) -> str:
     """How to go on with the conversion in `folder`, also with one's own data."""
     of_images = loading(plan)["processor"] == "image_processor"
+    if not plan.new_parameters and not of_images and plan.linear[0].site.causal:  # presets train new parameters first
+        return shlex.join(["linearize", "generate", str(folder), "Once upon a time"])
     encoder = plan.architecture.endswith("Model") and not (of_images or plan.linear[0].site.causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
     recipe = "sentence" if encoder else recipe
