@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import typer.main
 from conftest import Command
-from models import save_source
+from models import convert_folder, load, save_source
 from training import BASES, byte_tokenizer, stage, write_recipe
 
 import linearize as package
 from linearize.cli import app
+from linearize.errors import Exit
 from linearize.job.checks import check, check_packages, check_text
 from linearize.job.resolve import resolve
 
@@ -113,6 +114,22 @@ def test_what_follows_logits_and_a_run(elsewhere: Path, linearize: Command) -> N
 
 
 # ---------------------------------------------------------------- remedies
+
+
+@pytest.mark.slow
+def test_the_file_that_is_named_after_save_pretrained_is_the_one_to_remove(elsewhere: Path, linearize: Command) -> None:
+    folder = convert_folder(elsewhere.parent / "a model", elsewhere / "out")
+    load(folder).save_pretrained(folder)
+    checks = (["push", "out", "user/name", "--dry-run"], ["verify", "out"])
+    for words in checks:
+        code, _, err = linearize(*words)
+        assert code in (Exit.INCOMPATIBLE, Exit.CHECK_FAILED)
+        named = re.search(r"Remove (\S+),", err.rpartition("error: ")[2])
+        assert named, err
+    Path(named[1]).unlink()
+    for words in checks:
+        code, _, err = linearize(*words)
+        assert code == 0, err
 
 
 def literals(node: ast.AST) -> Iterator[str]:
