@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linearize.bench.timing import here
 from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize_kernels.layout import Grid, TokenLayout
-from linearize_kernels.mixer import Mixer, Site
+from linearize_kernels.mixer import AttentionSite, Mixer
 
 
 class BlockShape(NamedTuple):
@@ -73,7 +73,7 @@ def make_blocks(
     """The blocks of a shape with a mechanism in the place of softmax, or with SDPA: in all, or in every
     `softmax_every`-th one."""
     width = shape.heads * shape.dim
-    site = Site(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim, shape.dim**-0.5, False,
+    site = AttentionSite(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim, shape.dim**-0.5, False,
                 grid="patches")  # fmt: skip
     mixers: list[Mixer | None] = [None] * shape.blocks
     with torch.device(here()):

@@ -5,7 +5,7 @@ OMP_NUM_THREADS=1 python -m benchmarks.encoder_lengths --mechanisms la:feature_m
 OMP_NUM_THREADS=1 python -m benchmarks.encoder_lengths --models MINILM MINILM-LA --tokens 128 256 512
 
 One row, bidirectional, inference. On a CPU float32, and seconds of processor time, so that other programs on the
-machine count for little; on a GPU bfloat16 and seconds that pass. `linearize/estimate/pays.py` has the result.
+machine count for little; on a GPU bfloat16 and seconds that pass. `linearize/estimate/break_even.py` has the result.
 """
 
 from __future__ import annotations

@@ -32,8 +32,11 @@ def shape(family: dict[str, Any], hidden: int, inner: int, layers: int, heads: i
 
 def long_rows(length: int) -> list[str]:
     """A row at a time, and a step of one row."""
-    batch = [f"stages.{name}.batch={{per_device: 1, accumulate: 1}}" for name in ("attention_transfer", "logit_kl")]
-    return [*batch, f"data.pack.seq_len={length}", "runtime.batch=given", "stages.logit_kl.loss.tokens_at_once=2048"]
+    batch = [
+        f"stages.{name}.batch={{per_device: 1, gradient_accumulation_steps: 1}}"
+        for name in ("attention_transfer", "logit_kl")
+    ]
+    return [*batch, f"data.pack.seq_len={length}", "runtime.batch=given", "stages.logit_kl.loss.chunk_size=2048"]
 
 
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 32768}

@@ -40,7 +40,7 @@ for card in range(torch.cuda.device_count()):  # 80 GB are what most people have
     share = 79.2 * 2**30 / torch.cuda.get_device_properties(card).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, share), card)
 from linearize.train.session import Finetuner
-def told(name):
+def log_step(name):
     method = getattr(Finetuner, name)
     def run(self, *arguments):
         found = method(self, *arguments)
@@ -50,7 +50,7 @@ def told(name):
         return found
     setattr(Finetuner, name, run)
 for name in ("load", "calibrate", "baseline"):
-    told(name)
+    log_step(name)
 cli.main()
 """
 
@@ -68,7 +68,10 @@ class Case(NamedTuple):
 
 SEVENTY = shape(LLAMA, 8192, 28672, 8, 64, 8)
 ONE_ROW = [*LORA, *long_rows(131072), "runtime.offload_activations=true", "data.eval=null", "eval.every_steps=null"]
-GIVEN = ["runtime.batch=given", *(f"stages.{name}.batch={{per_device: 4, accumulate: 1}}" for name in STAGES)]
+GIVEN = [
+    "runtime.batch=given",
+    *(f"stages.{name}.batch={{per_device: 4, gradient_accumulation_steps: 1}}" for name in STAGES),
+]
 CASES = {
     "8B": Case(RECIPES["Llama 3.1 8B"][0], 2, 8, 2048, 16, ()),
     "long": Case(RECIPES["8B, rows of 131,072"][0], 2, 2, 131072, 2, tuple(ONE_ROW)),
@@ -114,10 +117,15 @@ def measure(case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
     convert = [sys.executable, *PROGRAM, "convert", str(folder / "base"), "--to", "gsa", *given, "--verify", "keys"]
     subprocess.run([*convert, "-o", str(folder / "converted")], check=True, stdout=sys.stderr)
     overrides = [f"model.base={folder / 'converted'}", "convert=null", f"output_dir={folder / 'run'}"]
-    overrides += ["data.train={demo: train}", "data.eval={demo: heldout}", "eval.max_tokens=4096", "checkpoint.keep=1"]
+    overrides += [
+        "data.train={demo: train}",
+        "data.eval={demo: heldout}",
+        "eval.max_tokens=4096",
+        "checkpoint.save_total_limit=1",
+    ]
     overrides += case.overrides
     overrides += ["data.pack.seq_len=32", "runtime.device=cpu", "runtime.precision=fp32"] if tiny else []
-    overrides += ["stages.logit_kl.loss.tokens_at_once=16"] if tiny and "long" in folder.name else []
+    overrides += ["stages.logit_kl.loss.chunk_size=16"] if tiny and "long" in folder.name else []
     (folder / "peaks.py").write_text(PEAKS)
     launch = [*LAUNCH["fsdp"], "--num_processes", str(case.processes)]
     command = [sys.executable, *launch, str(folder / "peaks.py"), "finetune", "gsa-window", *overrides]

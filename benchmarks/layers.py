@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.convert import plan_conversion
 from linearize.plan.mechanisms import load_mechanism, parse_settings
-from linearize_kernels.hf.seam import attach
+from linearize_kernels.hf.attention_hooks import attach
 
 from .window import perplexity
 

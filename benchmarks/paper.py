@@ -220,11 +220,11 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def line(row: dict[str, Any]) -> str:
     """One row as a line of text, for a person who waits."""
-    told = [f"{row['claim']} ({row['where']}): {row['about']}"]
-    told += [f"published {row['claimed']}"] * bool(row["claimed"])
-    told += [f"here {_number(row['value'])}"] if row["value"] is not None else []
-    told += [f"device alone {_number(row['device'])}"] if row["device"] is not None else []
-    return "; ".join([*told, row["status"]])
+    parts = [f"{row['claim']} ({row['where']}): {row['about']}"]
+    parts += [f"published {row['claimed']}"] * bool(row["claimed"])
+    parts += [f"here {_number(row['value'])}"] if row["value"] is not None else []
+    parts += [f"device alone {_number(row['device'])}"] if row["device"] is not None else []
+    return "; ".join([*parts, row["status"]])
 
 
 def _number(value: float) -> str:

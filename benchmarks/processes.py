@@ -54,7 +54,7 @@ SMALL |= {"num_attention_heads": 4, "head_dim": 16}
 
 def recipe(folder: Path, name: str, steps: int, blocks: int, how: str, **changes: Any) -> Path:
     """A recipe file for a run in folder/name, of two stages; `blocks` a step, over all processes."""
-    batch = {"per_device": blocks // 2, "accumulate": 2 if how == "one" else 1}
+    batch = {"per_device": blocks // 2, "gradient_accumulation_steps": 2 if how == "one" else 1}
     shared = {"steps": steps, "batch": batch, "optimizer": {"lr": 1e-3}}
     values = {
         "version": 1,

@@ -34,10 +34,10 @@ from linearize.bench.layer import conversion, recipe_of
 from linearize.bench.timing import captured_us, here, machine, timed
 from linearize.plan.mechanisms import build_mixer, load_mechanism, resolve_options
 from linearize.serve.states import StateLayout, tensors_of
+from linearize_kernels.hf.attention_hooks import attach
 from linearize_kernels.hf.cache import StateLayer, map_state
-from linearize_kernels.hf.seam import attach
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 PRESETS = ("gsa", "gsa-window", "gla", "retnet", "gdn", "sla", "la", "mhla")
 EIGHT = {"hidden": 4096, "heads": 32, "kv_heads": 8, "dim": 128, "mlp": 14336, "vocabulary": 128256}
@@ -50,9 +50,11 @@ CHECKED = 32
 KEPT = {"past": 0, "old": 0, "mixed": 1}
 
 
-def site_of(shape: dict[str, int], layer: int = 0) -> Site:
+def site_of(shape: dict[str, int], layer: int = 0) -> AttentionSite:
     path, heads, kv_heads, dim = f"model.layers.{layer}.self_attn", shape["heads"], shape["kv_heads"], shape["dim"]
-    return Site(layer, path, "LlamaAttention", shape["hidden"], heads, kv_heads, dim, dim, dim**-0.5, causal=True)
+    return AttentionSite(
+        layer, path, "LlamaAttention", shape["hidden"], heads, kv_heads, dim, dim, dim**-0.5, causal=True
+    )
 
 
 def inputs(shape: dict[str, int], B: int, T: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

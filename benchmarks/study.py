@@ -187,7 +187,7 @@ def recipe_of(variant: Variant, name: str, arguments: argparse.Namespace, tokens
             "convert": {"mechanism": variant.mechanism, "options": variant.options, "keep_softmax": variant.keep},
             "data": data,
             "stages": stages,
-            "checkpoint": {"every_steps": 10**6, "keep": 1},
+            "checkpoint": {"every_steps": 10**6, "save_total_limit": 1},
             "eval": {"max_tokens": arguments.held_out},
         }
     )

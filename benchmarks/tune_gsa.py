@@ -21,7 +21,7 @@ from linearize_kernels.gsa import config as gsa_config
 from .device_times import kernel_times
 
 CANDIDATES: list[dict[str, Any]] = [
-    *({"chunk": chunk} for chunk in (64, 32)),
+    *({"chunk_size": chunk} for chunk in (64, 32)),
     *({"hold": h, "stack": s, "warps": w} for h, s, w in itertools.product((True, False), (1, 2, 4), (2, 4, 8))),
     *({"key_warps": warps, "key_stages": stages} for warps, stages in itertools.product((4, 8), (1, 2, 3))),
     *({"step_columns": columns, "step_warps": warps} for columns, warps in itertools.product((32, 64, 128), (1, 2, 4))),
@@ -48,8 +48,8 @@ def main() -> None:
         try:
             if "step_warps" in change:
                 step = measure_step(load_case("gsa"), Shape(64, 1, 32, 8, options.dim, options.slots))
-                told = step.get("failed") or f"step {step['us']:.1f} us, {step['share_of_copy']:.0%} of a copy"
-                print(f"{change}: {told}", flush=True)
+                shown = step.get("failed") or f"step {step['us']:.1f} us, {step['share_of_copy']:.0%} of a copy"
+                print(f"{change}: {shown}", flush=True)
             else:
                 times = kernel_times("gsa", Shape(128 // heads[0], 2048, *heads, options.dim, options.slots))
                 print(f"{change}: " + ", ".join(f"{name} {us:.0f}" for name, us in times.items()), flush=True)

@@ -45,10 +45,10 @@ def main() -> None:
             saga_launch.configure = configure  # type: ignore[assignment]
             try:
                 times = kernel_times("saga", shape)
-                told = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
+                shown = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
             except Exception as error:  # a candidate may need more shared memory than there is
-                told = f"{type(error).__name__}: {str(error)[:80]}"
-            print(f"{shape}, {tuple(tiles)}, programs {programs}: {told}", flush=True)
+                shown = f"{type(error).__name__}: {str(error)[:80]}"
+            print(f"{shape}, {tuple(tiles)}, programs {programs}: {shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from linearize.demo.corpus import Document, documents, package_documents
 from linearize.plan.mechanisms import load_mechanism, parse_settings
 from linearize.train.losses import next_token_ce
 from linearize.train.stages import Calibration
-from linearize_kernels.hf.seam import Linearized, attach, mixers_of
+from linearize_kernels.hf.attention_hooks import Linearized, attach, mixers_of
 
 LENGTH = 512
 LOGITS = (-20.0, -6.0, -4.0, -2.0, -1.0, 0.0, 1.0)

@@ -193,8 +193,8 @@ def token_layout(
     B, T = shape
     if kwargs.get("own_mask") and isinstance(mask, Tensor) and mask.ndim == 4:
         given = mask
-        told = causal, seen or 0, kwargs.get("sliding_window")
-        return once(given, ("own mask", B, T, *told), lambda: read_mask(given, (B, T), *told))
+        how = causal, seen or 0, kwargs.get("sliding_window")
+        return once(given, ("own mask", B, T, *how), lambda: read_mask(given, (B, T), *how))
     check_columns(mask, T, seen)
     padding = None if mask is None or hasattr(mask, "hides_none") else token_padding(mask, B, T, seen or 0)
     documents, positions = named_documents(kwargs, shape), kwargs.get("position_ids")

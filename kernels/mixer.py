@@ -25,7 +25,7 @@ from .layers.pool import check_pool, on_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
+class AttentionSite:
     """One attention module as the probe saw it: everything a mixer may need to know about its place.
 
     `path` is the module's name inside the model, `scale` the factor that the architecture applies to q.k,
@@ -59,12 +59,12 @@ class Site:
     softmax_groups: tuple[int, ...] = ()
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Site:
+    def from_dict(cls, record: dict[str, Any]) -> AttentionSite:
         """The inverse of `dataclasses.asdict`, also for a record that went through JSON."""
         names = ("extras", "reduction", "softmax_groups")
         return cls(**{**record, **{name: tuple(record.get(name, ())) for name in names}})
 
-    def linear_part(self) -> Site:
+    def linear_part(self) -> AttentionSite:
         """The site of the heads that do not keep softmax: what a mechanism is built for."""
         left = self.kv_heads - len(self.softmax_groups)
         return dataclasses.replace(self, heads=self.heads // self.kv_heads * left, kv_heads=left, softmax_groups=())
@@ -147,10 +147,10 @@ class Mixer(nn.Module):
     bases: ClassVar[tuple[str, ...]] = ()
     # The exact window beside a mechanism; window.py sets it, which travels only with a checkpoint that has windows.
     window_type: ClassVar[Callable[..., nn.Module] | None] = None
-    # Set by the seam: its attention function, the config that names the implementation, what its model was told of
+    # Set by attention_hooks.py: its attention function, the config that names the implementation, what its model was told of
     # places (position_hooks.py), the prefix of the implementation's name, the mechanism with its options, and the names
     # of the positional arguments of the attention module.
-    seam: Any
+    attention_function: Any
     switch: Any
     position_hooks: Any
     prefix: str
@@ -159,7 +159,7 @@ class Mixer(nn.Module):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         rope: bool = True,
         *,
         window: Annotated[int, Bounds(0, 65536)] = 0,
@@ -184,12 +184,12 @@ class Mixer(nn.Module):
         if window:
             assert Mixer.window_type is not None, "window.py was not imported"
             self.near = Mixer.window_type(site.hidden, site.heads, window, sink, site.scale, self.normalised)
-        # Whether `mix` gets q and k without rotary embedding; read by the seam before the attention module runs.
+        # Whether `mix` gets q and k without rotary embedding; read by attention_hooks.py before the attention module runs.
         self.drop_rope = not rope
-        # Whether `mix` gets q and k as they are in front of the norms that the attention module has for them. The seam
+        # Whether `mix` gets q and k as they are in front of the norms that the attention module has for them. attention_hooks.py
         # then runs the module a second time for the student, so such a mixer gets no rotary embedding either.
         self.raw = False
-        # What the seam's hooks hand over for the duration of one call of the attention module, by thread.
+        # What the attention hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
         # The grid that the patch convolution of a site on `patches` last made, by thread.
         self.patches: dict[int, tuple[int, ...]] = {}
@@ -355,12 +355,12 @@ class Mixer(nn.Module):
         return outputs, state
 
     @classmethod
-    def obstacle(cls, site: Site) -> str | None:
+    def obstacle(cls, site: AttentionSite) -> str | None:
         """Why this mechanism does not fit where a site's tokens lie, as the end of a sentence; None where it does."""
         return f"its grid is not known: {site.grid_from}" if cls.geometric and site.grid == "unknown" else None
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         """Kernel files that these options, all of them, or the site make necessary beside those that the mechanism
         imports at the top of its own: place in the kernels folder -> a name in it. A checkpoint carries no others.
 
@@ -370,7 +370,7 @@ class Mixer(nn.Module):
         return found | ({"layers/softmax_heads": "SoftmaxHeads"} if site.softmax_groups else {})
 
     @classmethod
-    def published_at(cls, site: Site | None) -> dict[str, Any]:
+    def published_at(cls, site: AttentionSite | None) -> dict[str, Any]:
         """`published`, for papers that differ between kinds of sites."""
         return cls.published
 
@@ -380,7 +380,7 @@ class Mixer(nn.Module):
         raise TypeError(f"{cls.__name__} has no bases, and was asked for {name}")
 
     @classmethod
-    def idle(cls, site: Site, flat: bool) -> dict[str, str]:
+    def idle(cls, site: AttentionSite, flat: bool) -> dict[str, str]:
         """Options of no effect at a site, and why; `flat`: the tokens are those of a 2D grid and no others."""
         return {}
 
@@ -445,7 +445,7 @@ def feature_parts(kind: str) -> dict[str, str]:
     return {"layers/features": "Features"} | ({"layers/learned_maps": "learned_map"} if kind in LEARNED else {})
 
 
-def output_gate_at(site: Site, wanted: bool) -> Any:
+def output_gate_at(site: AttentionSite, wanted: bool) -> Any:
     """The gate on the output of a mixer at `site` (output_gate.py); None where none is wanted."""
     if not wanted:
         return None
@@ -503,7 +503,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if inside else nullcontext()
 
 
-def mixer_at(kind: type[Mixer], site: Site, options: dict[str, Any]) -> Mixer:
+def mixer_at(kind: type[Mixer], site: AttentionSite, options: dict[str, Any]) -> Mixer:
     """The mixer of a site: of all its heads, or of those beside `softmax_groups`, which keep softmax.
 
     Raises ValueError for options that do not fit together, and for groups that are not there, all groups, bidirectional

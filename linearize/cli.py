@@ -39,7 +39,7 @@ from .commands import (
     verify,
 )
 from .errors import Exit, LinearizeError, resource_error
-from .terminal.output import say, say_error, tame_others, unwrapped
+from .terminal.output import quiet_other_packages, say, say_error, unwrapped
 from .terminal.signals import interruptible
 
 app = typer.Typer(
@@ -61,7 +61,7 @@ def main() -> None:
     if not any(variable in os.environ for variable in WAITING):
         # By default they spin, on a core that another process could use. Child processes inherit this.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    tame_others()
+    quiet_other_packages()
     try:
         with interruptible():
             app(standalone_mode=True)

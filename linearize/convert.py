@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from .checkpoint.again import as_source, mixer_prefixes, plan_converted, write_again
 from .checkpoint.atomic import check_output, output_folder
 from .checkpoint.card import loading
 from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import SourceClasses
 from .checkpoint.fp8 import float_tensors
 from .checkpoint.provenance import check_code_cache
+from .checkpoint.reconvert import as_source, mixer_prefixes, plan_converted, write_reconverted
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
-from .estimate import pays
+from .estimate import break_even
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, WindowChoice, is_auto
 from .plan.mechanisms import present_options
 from .plan.plan import Plan, Step, local_steps, rotation_asked, some
 from .plan.request import Request
 from .probe.found import Found
-from .probe.meta_run import quiet
 from .probe.probe import found_in, model_class_of
+from .probe.trace import quiet
 from .terminal.output import say, size
 from .verify.reload import Level, verify
 
@@ -128,7 +128,7 @@ def plan_conversion(
             request = dataclasses.replace(request, kept_window=None)
     windows = None
     if is_auto(request.kept_window):
-        request, windows = settle_windows(noted(request), source, natives, found, facts, choose_windows)
+        request, windows = resolve_windows(noted(request), source, natives, found, facts, choose_windows)
     if is_auto(request.keep_heads):
         whole = dataclasses.replace(request, keep_heads="").plan(source, found, scored=True, **facts)
         groups = heads_available([step.site for step in whole.linear], found)
@@ -155,7 +155,7 @@ def plan_conversion(
     return dataclasses.replace(plan, choice=choice, heads_choice=heads, window_choice=windows), source, natives
 
 
-def settle_windows(
+def resolve_windows(
     request: Request,
     source: Source,
     natives: SourceClasses,
@@ -232,7 +232,7 @@ def convert(
         check_disk(plan, source, output)
     with output_folder(output, overwrite) as folder:
         if source.converted:
-            write_again(folder, source, plan, natives, seed)
+            write_reconverted(folder, source, plan, natives, seed)
             with as_source(source, natives) as before:
                 message = verify(folder, level, before, plan, trust_remote_code)
         else:
@@ -263,7 +263,7 @@ def next_step(plan: Plan, folder: Path) -> str:
 
 def slower(plan: Plan, source: Source, natives: SourceClasses) -> str:
     """A note where softmax reads the model's inputs faster than the plan's layers do; empty where it does not."""
-    return pays.slower(plan, natives.source_config)
+    return break_even.slower(plan, natives.source_config)
 
 
 def unread(source: Source, *_: Any) -> list[str]:

@@ -19,7 +19,7 @@ from .checkpoint.provenance import check_code_cache
 from .errors import Exit, LinearizeError, os_error
 from .hub.push import check_access, push_saved
 from .job.checks import check_order
-from .job.notes import not_held_out, what_is_left
+from .job.notes import not_held_out, resume_note
 from .job.resolve import Job, resolve
 from .job.start import open_base, run_of
 from .measure.positions import warning_of
@@ -48,7 +48,7 @@ def finetune(
             job.say(f"{run.final} is finished already; `--resume never` would start over")
             return run.read_report()
         check_order(job.recipe, run, only)
-        job.settle()
+        job.resolve_auto()
         return train(job)
 
 
@@ -60,7 +60,7 @@ def train(job: Job) -> dict[str, Any]:
     for note in not_held_out(recipe):
         tuner.say(note)
     if run.resume_from is not None:
-        tuner.say(what_is_left(recipe, run, read_position(run.resume_from)))
+        tuner.say(resume_note(recipe, run, read_position(run.resume_from)))
     if recipe.finish.push is not None and accelerator.is_main_process:
         check_access(recipe.finish.push)
     with memory_errors(tuner), contextlib.closing(run):
@@ -126,7 +126,7 @@ def memory_errors(tuner: Finetuner) -> Iterator[None]:
             what = f"CUDA out of memory (peak {peak:.1f} of {total:.1f} GiB)"
         raise LinearizeError(
             f"{what}. Try, cheapest first: runtime.gradient_checkpointing=true; batch.per_device=1 with a larger "
-            f"batch.accumulate; a smaller data.pack.seq_len (now {tuner.recipe.data.pack.seq_len}); "
+            f"batch.gradient_accumulation_steps; a smaller data.pack.seq_len (now {tuner.recipe.data.pack.seq_len}); "
             f"train: [new, lora]. Last checkpoint: {tuner.last_checkpoint or 'none'}",
             Exit.RESOURCE,
         ) from error

@@ -41,7 +41,7 @@ from .data.logits import (
 from .data.packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
 from .errors import Exit, LinearizeError, existing_folder, writing
 from .job.checks import check_packages
-from .job.resolve import no_one
+from .job.resolve import say_nothing
 from .job.source import base_path
 from .plan.plan import some
 from .recipe.models import Scratch, Teacher
@@ -111,14 +111,14 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
     the Hub, and has None as their `sha256`. Raises LinearizeError: 2 for the recipe or a folder of something else, 3
     for a teacher that does not fit, 4 for a disk that is too small, 6 for logits that are not finite.
     """
-    named, tokenizer, vocabulary = settled(recipe, top)
+    named, tokenizer, vocabulary = open_teacher_named(recipe, top)
     check_folder(output, named.facts(), top, vocabulary)  # before gigabytes are fetched
     if not dry_run:
         named = named.downloaded()
     facts = named.facts()
     accelerator = make_accelerator(recipe, output)
     if not accelerator.is_main_process:
-        say = no_one
+        say = say_nothing
     with text_folder(output, dry_run, accelerator.is_main_process) as cache:
         before = check_folder(output, facts, top, vocabulary)  # again: another call may have ended meanwhile
         with accelerator.main_process_first(), writing(output):
@@ -195,7 +195,7 @@ def text_folder(output: Path, dry_run: bool, main: bool) -> Iterator[Path]:
             output.rmdir()
 
 
-def settled(recipe: Recipe, top: int) -> tuple[Named, Any, int]:
+def open_teacher_named(recipe: Recipe, top: int) -> tuple[Named, Any, int]:
     """The teacher that is to be written, the tokenizer of the text, and how many tokens teacher and base share.
 
     Raises LinearizeError for all that can be refused without reading text or weights.
@@ -298,7 +298,7 @@ def open_sets(recipe: Recipe, named: Named, tokenizer: Any, cache: Path, top: in
                 sft=facts["completion_only"],
                 seed=recipe.seed,
                 max_tokens=facts["max_tokens"],
-                say=no_one,
+                say=say_nothing,
             )
             assert isinstance(blocks, Blocks | MixedBlocks)
             known = RowSet(facts, stage, blocks, 0, rows_per_shard(blocks.seq_len, top))

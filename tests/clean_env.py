@@ -37,7 +37,7 @@ def compute(model: Any, steps: bool = True) -> dict[str, Any]:
 
     given = inputs()
     if not given.writes_text(model):
-        taller = given.taller(model, given.make_inputs(model))
+        taller = given.taller_images(model, given.make_inputs(model))
         return {"whole": given.outputs(model)} | ({"taller": given.outcome(model, taller)} if taller and steps else {})
     ids = (torch.arange(40).reshape(2, 20) * 31 + 7) % (model.config.get_text_config().vocab_size - 3) + 3
     mask = torch.ones_like(ids)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from linearize.convert import convert, plan_conversion
 from linearize.plan.mechanisms import load_mechanism
+from linearize_kernels.hf.attention_hooks import attach
 from linearize_kernels.hf.capture import capture
-from linearize_kernels.hf.seam import attach
 
 VOCAB = 97
 SMALL = {

@@ -102,7 +102,7 @@ def site_and_options(
     Imports what a converted model with these options would: window.py where there is a window.
     """
     from linearize.plan.mechanisms import published_options
-    from linearize_kernels.mixer import Site, own_mixer
+    from linearize_kernels.mixer import AttentionSite, own_mixer
 
     kind, options = own_mixer(importlib.import_module(f"linearize_kernels.{name}.{name}")), dict(options)
     causal = options.pop("causal", True)
@@ -112,5 +112,5 @@ def site_and_options(
         options = (others if options.get(switch) else {}) | options
     if options.get("window"):
         importlib.import_module("linearize_kernels.window.window")
-    site = Site(0, "a", "self", hidden, heads.H, heads.Hkv, heads.D, heads.D, heads.D**-0.5, causal=causal)
+    site = AttentionSite(0, "a", "self", hidden, heads.H, heads.Hkv, heads.D, heads.D, heads.D**-0.5, causal=causal)
     return kind, site, options

@@ -33,7 +33,7 @@ from linearize.probe.found import Found
 from linearize.recipe.recipe import load_recipe
 from linearize.terminal.output import ranges
 from linearize.train.save import meta_model
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 
 @pytest.fixture
@@ -890,9 +890,9 @@ def test_a_source_with_its_own_code(tmp_path: Path) -> None:
 
 def test_code_that_would_be_overwritten_is_refused(tmp_path: Path) -> None:
     source = source_with_code(tmp_path / "source")
-    (source / "seam.py").write_text("theirs = True\n")
-    (source / "own_parts.py").write_text("from .seam import theirs\nfactor = 3.0\n")
-    with pytest.raises(LinearizeError, match=r"has a seam\.py of its own") as caught:
+    (source / "attention_hooks.py").write_text("theirs = True\n")
+    (source / "own_parts.py").write_text("from .attention_hooks import theirs\nfactor = 3.0\n")
+    with pytest.raises(LinearizeError, match=r"has a attention_hooks\.py of its own") as caught:
         convert_folder(source, tmp_path / "linear", trust_remote_code=True)
     assert caught.value.code == Exit.INCOMPATIBLE
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -118,10 +118,10 @@ def check_command(words: list[str]) -> None:
 
 def build(mechanism: str, options: dict[str, Any]) -> None:
     """Raise where a mechanism refuses these options, together too."""
-    from linearize_kernels.mixer import Site
+    from linearize_kernels.mixer import AttentionSite
 
     causal = load_mechanism(mechanism).causal
-    make_steps([Site(**EXAMPLE | {"layer": layer}, causal=causal) for layer in range(2)], mechanism, options)
+    make_steps([AttentionSite(**EXAMPLE | {"layer": layer}, causal=causal) for layer in range(2)], mechanism, options)
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:
@@ -358,7 +358,10 @@ def test_a_step_of_images_sees_many_of_them(tmp_path: Path) -> None:
     of_images = [recipe for recipe in recipes if holds_images(recipe.data.train)]
     assert len(of_images) >= 4
     for recipe in of_images:
-        seen = {stage.name: (stage.batch.per_device or 0) * (stage.batch.accumulate or 0) for stage in recipe.stages}
+        seen = {
+            stage.name: (stage.batch.per_device or 0) * (stage.batch.gradient_accumulation_steps or 0)
+            for stage in recipe.stages
+        }
         assert all(count >= FEW_IMAGES for count in seen.values()), (recipe.name, seen)
 
 

@@ -44,7 +44,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run as estimated
 from linearize.job.notes import next_commands
-from linearize.measure.evaluate import warn_of_chance
+from linearize.measure.evaluate import random_teacher_warning
 from linearize.recipe.data import described
 from linearize.recipe.models import Data
 from linearize.recipe.recipe import Recipe, load_recipe
@@ -90,7 +90,7 @@ def test_micro_batches_add_up_to_the_batch(kind: str, parts: Any, root: Path, tm
     found = []
     for per_device, accumulate in ((4, 1), (2, 2), (1, 4)):
         place = tmp_path / str(per_device)
-        batch = {"per_device": per_device, "accumulate": accumulate}
+        batch = {"per_device": per_device, "gradient_accumulation_steps": accumulate}
         # A small rate: Adam turns rounding into a full step where a gradient is next to nothing.
         one = stage(kind, parts, batch=batch, steps=3, optimizer={"lr": 1e-3})
         train(make_recipe(place, base(root, "llama"), one, data=CHAT))
@@ -138,7 +138,7 @@ def test_schedules(
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("clip", 1e-3), ("weight_decay", 0.5), ("betas", [0.5, 0.5]), ("lr", 1e-3)]
+    ("option", "value"), [("max_grad_norm", 1e-3), ("weight_decay", 0.5), ("betas", [0.5, 0.5]), ("lr", 1e-3)]
 )
 def test_optimizer_options_reach_the_optimizer(
     option: str, value: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,11 +151,11 @@ def test_optimizer_options_reach_the_optimizer(
         seen.append(float(norms.norm()))
         update(loop, *arguments)
         (group,) = loop.optimizer.param_groups
-        assert option == "clip" or group[option] == (tuple(value) if option == "betas" else value)
+        assert option == "max_grad_norm" or group[option] == (tuple(value) if option == "betas" else value)
 
     monkeypatch.setattr(StageLoop, "_update", watched)
     train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", optimizer={"lr": 1e-2, option: value})))
-    clip = value if option == "clip" else 1.0
+    clip = value if option == "max_grad_norm" else 1.0
     assert seen == pytest.approx([min(norm, clip) for norm in metrics(tmp_path, "grad_norm")], rel=1e-3)
 
 
@@ -743,7 +743,7 @@ def test_a_typo_and_a_missing_recipe(root: Path, tmp_path: Path, capsys: pytest.
 
 
 BAD: list[tuple[str, dict[str, Any], Exit, str]] = [
-    ("lora target", {"stages": [stage("logit_kl", "lora", lora={"r": 2, "alpha": 2, "target": ["q_prj"]})]},
+    ("lora target", {"stages": [stage("logit_kl", "lora", lora={"r": 2, "alpha": 2, "target_modules": ["q_prj"]})]},
      Exit.INCOMPATIBLE, "'q_prj' is no linear layer of .* Did you mean 'q_proj'"),
     ("drift", {"stages": [stage("logit_kl", "mixer"), stage("attention_transfer")]},
      Exit.USAGE, r"stages\[1\]: .* Put attention_transfer first"),
@@ -885,8 +885,8 @@ def test_mlflow_gets_the_metrics(root: Path, tmp_path: Path, monkeypatch: pytest
 def test_a_teacher_that_guesses_is_named(root: Path, tmp_path: Path) -> None:
     """A random model has a perplexity near the size of its vocabulary; others are not warned of."""
     words = len(byte_tokenizer())
-    assert "nearly random" in warn_of_chance(words * 0.9, words)
-    assert warn_of_chance(words * 0.4, words) == ""
+    assert "nearly random" in random_teacher_warning(words * 0.9, words)
+    assert random_teacher_warning(words * 0.4, words) == ""
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", steps=1), data=EVAL)
     told = list[str]()
     finetune(recipe, say=told.append)
@@ -906,7 +906,7 @@ def test_foreign_code_runs_only_when_trusted(
 ) -> None:
     folder = shutil.copytree(base(root, "llama"), tmp_path / "base")
     if change in ("other", "more"):
-        path = folder / ("seam.py" if change == "other" else "extra.py")
+        path = folder / ("attention_hooks.py" if change == "other" else "extra.py")
         with path.open("a") as file:
             file.write("\n# changed\n")
     elif change == "processor":
@@ -915,7 +915,7 @@ def test_foreign_code_runs_only_when_trusted(
     else:
         name = "config.json" if change == "auto_map" else "tokenizer_config.json"
         values = json.loads((folder / name).read_text())
-        values.setdefault("auto_map", {})["AutoTokenizer"] = ["seam.Tokenizer", None]
+        values.setdefault("auto_map", {})["AutoTokenizer"] = ["attention_hooks.Tokenizer", None]
         (folder / name).write_text(json.dumps(values))
     recipe = write_recipe(tmp_path, folder, stage("logit_kl"))
     for arguments in ([], ["--dry-run"]):

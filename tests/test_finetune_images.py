@@ -282,7 +282,7 @@ def test_how_classes_are_numbered_is_said_once(place: Path) -> None:
     ("batch", "words"),
     [
         ({"per_device": 1}, "1 image,"),
-        pytest.param({"per_device": 3, "accumulate": 4}, "12 images", marks=pytest.mark.slow),
+        pytest.param({"per_device": 3, "gradient_accumulation_steps": 4}, "12 images", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_of_few_images_is_noted(place: Path, batch: dict[str, int], words: str) -> None:
@@ -325,7 +325,7 @@ def test_images_are_counted_without_reading_one(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize("train", ["new", "all", "lora"])
 def test_a_saved_model_says_where_it_is_no_longer_its_teacher(place: Path, train: str) -> None:
-    lora = {"lora": {"r": 2, "alpha": 4, "target": ["q_proj"]}} if train == "lora" else {}
+    lora = {"lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj"]}} if train == "lora" else {}
     recipe = recipe_of(place, "vit", [KL | {"train": train} | lora])
     report = finetune(recipe)
     model = AutoModelForImageClassification.from_pretrained(report["output"], trust_remote_code=True).eval()

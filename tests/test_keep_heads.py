@@ -17,8 +17,8 @@ from linearize.checkpoint.manifest import read_plan
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.heads import parse_groups, regrouped, written
+from linearize_kernels.hf.attention_hooks import mixers_of
 from linearize_kernels.hf.cache import record_past
-from linearize_kernels.hf.seam import mixers_of
 
 HEADS = "0:1;3:0"
 KV = ("num_key_value_heads", "intermediate_size", "max_position_embeddings")  # Falcon has other names, or none

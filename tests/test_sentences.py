@@ -224,7 +224,7 @@ def student_of(place: Path, source: Path, **changes: Any) -> Any:
     for name in ("a", "b"):
         documents = [". ".join(" ".join(generator.choices(words, k=9)) for _ in range(30)) for _ in range(8)]
         write(place / f"{name}.jsonl", documents)
-    batch = {"per_device": 4, "accumulate": 2}
+    batch = {"per_device": 4, "gradient_accumulation_steps": 2}
     stages = [
         {"kind": "attention_transfer", "train": "new", "optimizer": {"lr": 1e-2}, "steps": 10, "batch": batch},
         {

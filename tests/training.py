@@ -26,9 +26,9 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3": {**SMALL, "num_hidden_layers": 2},  # its head is apart
 }
 LORA = {
-    "qwen3": {"r": 2, "alpha": 4, "target": ["q_proj", "lm_head"]},
-    "llama": {"r": 2, "alpha": 4, "target": ["q_proj", "v_proj", "o_proj"]},
-    "gpt2": {"r": 2, "alpha": 4, "target": ["c_attn"]},
+    "qwen3": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "lm_head"]},
+    "llama": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    "gpt2": {"r": 2, "alpha": 4, "target_modules": ["c_attn"]},
 }
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

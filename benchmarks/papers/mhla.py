@@ -28,8 +28,8 @@ def linear(run: Diffusion) -> Diffusion:
 def blocks(
     tokens: int, M: int, few: Diffusion, name: str, where: str, published: float, what: Quantity = "speed"
 ) -> Claim:
-    told = f"DiT-S/2, {tokens:,} tokens, 4 blocks of tokens / {M}, {'peak of memory' if what == 'memory' else 'time'}"
-    return Claim(name, where, told, what, dit(tokens, round(M**0.5)), few, published=published)
+    about = f"DiT-S/2, {tokens:,} tokens, 4 blocks of tokens / {M}, {'peak of memory' if what == 'memory' else 'time'}"
+    return Claim(name, where, about, what, dit(tokens, round(M**0.5)), few, published=published)
 
 
 PLAIN, FULL, LONG = dit(1024), dit(1024, more="dwc=3 output_gate=true"), dit(4096)

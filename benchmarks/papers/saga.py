@@ -16,9 +16,9 @@ def beside(shape: str, pixels: int = 224, batch: int = 256, sdpa: bool = False) 
 
 
 def share(shape: str, saga: int, softmax: int, pixels: int = 224, batch: int = 256) -> Claim:
-    told = f"{shape}, {pixels} px, images/s over softmax"
+    about = f"{shape}, {pixels} px, images/s over softmax"
     name = shape if pixels == 224 else f"{shape}-{pixels}"
-    return Claim(name, "table 1", told, "rate", *beside(shape, pixels, batch), published=saga / softmax)
+    return Claim(name, "table 1", about, "rate", *beside(shape, pixels, batch), published=saga / softmax)
 
 
 CLAIMS = (

@@ -34,7 +34,7 @@ from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, Tensors, check_implied
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_implied
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows, put, take
 
@@ -98,7 +98,7 @@ def gdn(
     return o, DeltaState(S)
 
 
-def gdn_reference(
+def naive_gdn(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None, padding: Tensor | None =
     None, segments: Tensor | None = None, state: DeltaState | None = None, read_gate: Tensor | None = None, write_gate:
     Tensor | None = None,
@@ -207,7 +207,7 @@ class GatedDeltaNet(Recurrent, Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         state_heads: Literal["kv", "query"] = "kv",
         taps: Annotated[int, Bounds(1, 16)] = 1,
@@ -253,7 +253,7 @@ class GatedDeltaNet(Recurrent, Mixer):
             self.output_gate = nn.Linear(site.hidden, site.heads * site.value_dim, bias=False)
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         found = super().parts(site, options) | ({"layers/conv": "short_conv"} if options["taps"] > 1 else {})
         return found | ({"layers/constant": "ones_direction"} if options.get("native") else {})
 

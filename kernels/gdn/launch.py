@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 class Config(NamedTuple):
     """Tile sizes, the precision of fp32 operands, how each kernel runs, and where rows are cut into pieces."""
 
-    chunk: int
+    chunk_size: int
     block_d: int
     block_dv: int
     precision: str
@@ -82,7 +82,7 @@ def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int) -> Con
     gpu = target(device)
     if gpu is None:
         config = choose((0, 0), 1 << 20, 6, D, DV, dtype)
-        return config._replace(chunk=32, precision="ieee", piece=1)
+        return config._replace(chunk_size=32, precision="ieee", piece=1)
     return choose(*gpu, D, DV, dtype)
 
 
@@ -170,7 +170,7 @@ class GDNProblem(Problem):
         self.read, self.write, self.segments = map(_contiguous, (call.read_gate, call.write_gate, call.segments))
         self.cu, self.S0 = call.cu, None if call.S0 is None else call.S0.float().contiguous()
         self.E, self.config = call.g.shape[2], configure(call.q, call.v)
-        self.layout = lay_out(call.q, call.cu, self.config.chunk)
+        self.layout = lay_out(call.q, call.cu, self.config.chunk_size)
         self.scratch = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32
         self.split = self.scratch == torch.bfloat16
         self.grid = self.layout.chunks, self.B * self.E
@@ -182,8 +182,8 @@ class GDNProblem(Problem):
             "G": self.H // self.E,
             "D": self.D,
             "DV": self.DV,
-            "C": self.config.chunk,
-            "LEVELS": (self.config.chunk // 8).bit_length() - 1,
+            "C": self.config.chunk_size,
+            "LEVELS": (self.config.chunk_size // 8).bit_length() - 1,
             "BD": self.config.block_d,
             "BITS": self.config.bits,
             "VARLEN": self.layout.per_chunk is not None,
@@ -216,7 +216,7 @@ class GDNProblem(Problem):
 
 def pieces(x: Call) -> int:
     """Into how many pieces scan and back cut a row; of sequences laid end to end one of the mean length decides."""
-    C, rows = (config := configure(x.q, x.v)).chunk, len(x.q) if x.cu is None else len(x.cu) - 1
+    C, rows = (config := configure(x.q, x.v)).chunk_size, len(x.q) if x.cu is None else len(x.cu) - 1
     chunks = -(-x.q.shape[1] // C) if x.cu is None else (x.q.shape[1] // C + rows) // rows
     return config.pieces(rows * x.g.shape[2], chunks, int(x.v.shape[3]))
 
@@ -303,7 +303,7 @@ def results(x: Call) -> tuple[Tensor, ...]:
     kind = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32
     P = pieces(x)
     cut = (rows, P, E) if P > 1 else (0, 1, E)
-    sizes = (B, T, E, configure(x.q, x.v).chunk), (*cut, D, D)
+    sizes = (B, T, E, configure(x.q, x.v).chunk_size), (*cut, D, D)
     Te, Te_low, M, M_low = (
         scratch(x.q, *n, dtype=kind) for size in sizes for n in (size, size if kind == torch.bfloat16 else (0,))
     )

@@ -34,11 +34,11 @@ from ..layers.arguments import Backend, several, check_shapes, use_kernels, want
 from ..layers.gates import biases, log_decays
 from ..layers.gate_linear import DecayLinear
 from ..layers.recurrent import Recurrent, outer_products
-from ..layers.rotary import Rope, settled
+from ..layers.rotary import Rope, resolve_rope
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, Tensors, gated, output_gate_at
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors, gated, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -101,10 +101,10 @@ def gla(
     return gla_chunked(x, scale, padding, segments, state, chunk_size)
 
 
-# ---------------------------------------------------------------- literal reference
+# ---------------------------------------------------------------- naive form
 
 
-def gla_reference(
+def naive_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float | None = None, padding: Tensor | None = None, segments:
     Tensor | None = None, state: GLAState | None = None, read_gate: Tensor | None = None, write_gate: Tensor | None =
     None,
@@ -167,7 +167,7 @@ class GatedLinearAttention(Recurrent, Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         state_heads: Literal["kv", "query"] = "kv",
         gate_rank: Annotated[int, Bounds(1, 1024)] = 16,
@@ -183,7 +183,7 @@ class GatedLinearAttention(Recurrent, Mixer):
         **near: int,
     ) -> None:
         """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
-        place = settled(rope, near.get("window", 0))
+        place = resolve_rope(rope, near.get("window", 0))
         super().__init__(site, place == "before", **near)
         self.rope = place
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
@@ -193,7 +193,7 @@ class GatedLinearAttention(Recurrent, Mixer):
         self.output_gate = output_gate_at(site, output_gate)
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         found = super().parts(site, options)
         return found | ({"layers/output_gate": "OutputGate"} if options["output_gate"] else {})
 

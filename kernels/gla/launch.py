@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 class Config(NamedTuple):
     """One launch per kernel, two of the scan where it cuts rows, and what the tensor cores make of computed factors."""
 
-    chunk: int
+    chunk_size: int
     scan: Launch
     sums: Launch
     mix: Launch
@@ -51,7 +51,7 @@ class Config(NamedTuple):
 
     def over(self, how: Launch, heads: int) -> Launch:
         """A launch of the scan with as many of its stages as fit where it walks over so many heads of a memory."""
-        fitting = [n for n in range(how.stages, 1, -1) if scan_bytes(self.chunk, how, heads, n) <= self.shared]
+        fitting = [n for n in range(how.stages, 1, -1) if scan_bytes(self.chunk_size, how, heads, n) <= self.shared]
         return how._replace(stages=fitting[0] if fitting else 1)
 
     def pieces(self, programs: int, chunks: int) -> int:
@@ -131,8 +131,8 @@ def constants(config: Config, how: Launch, G: int, D: int, DV: int) -> dict[str,
         "G": G,
         "D": D,
         "DV": DV,
-        "C": config.chunk,
-        "LEVELS": config.chunk.bit_length() - 1,
+        "C": config.chunk_size,
+        "LEVELS": config.chunk_size.bit_length() - 1,
         "BD": width(D),
         "BK": how.block_k,
         "BV": how.block_v,
@@ -149,7 +149,7 @@ class GLAProblem(Problem):
         self.read, self.write = (None if x is None else x.contiguous() for x in (call.read_gate, call.write_gate))
         self.E, self.share = call.g.shape[2], call.g.shape[2] // call.k.shape[2]
         self.config = configure(call.q, call.v)
-        self.layout = lay_out(call.q, call.cu, self.config.chunk)
+        self.layout = lay_out(call.q, call.cu, self.config.chunk_size)
         # What chunk kernels take after their tensors and strides.
         self.counts = self.T, self.layout.chunks, self.H, self.E, self.share
         self.masks = {"VARLEN": self.layout.per_chunk is not None, "SEGMENTS": self.segments is not None}

@@ -29,7 +29,7 @@ class Walk(NamedTuple):
 class Config(NamedTuple):
     """Tile sizes, warps and what the tensor cores make of fp32 operands."""
 
-    chunk: int
+    chunk_size: int
     block_m: int
     block_d: int
     block_dv: int
@@ -54,7 +54,7 @@ class Config(NamedTuple):
     # Tokens times memories from where on they run: their launches are more, and below that the host is what waits.
     sweep_from: int = 0
     # Tokens of a chunk there; 0: `chunk`.
-    sweep_chunk: int = 0
+    sweep_chunk_size: int = 0
 
 
 # triton 3.4 to 3.7 miscompile some products with the transpose of a product, which a memory in sweep.py is. With 3.6
@@ -72,10 +72,10 @@ SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
     ((9, 0), 128, 64): {"sweep": (Walk(64, 4, 3),) * 4},
     ((9, 0), 128, 128): {"sweep": (Walk(64, 4, 2),) * 4},
     ((9, 0), 64, 256): {
-        "sweep": (Walk(64, 4, 1), Walk(64, 4, 3), Walk(64, 4, 3), Walk(64, 4, 1)), "sweep_from": 1 << 17, "sweep_chunk": 64,
+        "sweep": (Walk(64, 4, 1), Walk(64, 4, 3), Walk(64, 4, 3), Walk(64, 4, 1)), "sweep_from": 1 << 17, "sweep_chunk_size": 64,
     },
     ((9, 0), 128, 256): {
-        "sweep": (Walk(64, 4, 1), Walk(64, 4, 2), Walk(64, 4, 2), Walk(64, 4, 1)), "sweep_chunk": 64,
+        "sweep": (Walk(64, 4, 1), Walk(64, 4, 2), Walk(64, 4, 2), Walk(64, 4, 1)), "sweep_chunk_size": 64,
     },
 }  # fmt: skip
 
@@ -89,7 +89,7 @@ def configure(q: Tensor, v: Tensor, g: Tensor) -> Config:
 def _configure(device: torch.device, dtype: torch.dtype, M: int, D: int, DV: int) -> Config:
     gpu = target(device)
     if gpu is None:
-        return choose((0, 0), 1 << 20, M, D, DV, dtype)._replace(chunk=32, stack=2, precision="ieee")
+        return choose((0, 0), 1 << 20, M, D, DV, dtype)._replace(chunk_size=32, stack=2, precision="ieee")
     return choose(gpu.capability, gpu.shared, M, D, DV, dtype)
 
 

@@ -39,7 +39,7 @@ from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
 )  # fmt: skip
 from ..layout import TokenLayout, once
-from ..mixer import Bounds, Mixer, Site, Tensors, check_half_lives, check_power_of_two, full_precision, positions
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_half_lives, check_power_of_two, full_precision, positions
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.scan import document_tokens, each_sequence, numbered
 from ..layers.sequences import sequence_places
@@ -96,10 +96,10 @@ def gsa(
     return gsa_chunked(q, k, v, g, scale, padding, segments, state, chunk_size, read)
 
 
-# ---------------------------------------------------------------- literal reference
+# ---------------------------------------------------------------- naive form
 
 
-def gsa_reference(
+def naive_gsa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -215,7 +215,7 @@ class GatedSlotAttention(Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         slots: Annotated[int, Bounds(1, 1024)] = 64,
         damping: Annotated[float, Bounds(0.1, 1024.0)] = 8.0,
@@ -270,7 +270,7 @@ class GatedSlotAttention(Mixer):
             self.norm_weight = nn.Parameter(torch.empty(site.heads, site.value_dim))
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         return super().parts(site, options) | ({"gsa/abc_gates": "abc_gates"} if options["decay"] == "none" else {})
 
     @torch.no_grad()

@@ -60,9 +60,9 @@ class GSAProblem(Problem):
         self.start = [None if x is None else x.float().contiguous() for x in (call.K0, call.V0)]
         (self.E, self.M), self.config = call.g.shape[2:], configure(call.q, call.v, call.g)
         self.swept = sweeps(self)
-        if self.swept and self.config.sweep_chunk:
-            self.config = self.config._replace(chunk=self.config.sweep_chunk)
-        self.layout = lay_out(call.q, call.cu, self.config.chunk)
+        if self.swept and self.config.sweep_chunk_size:
+            self.config = self.config._replace(chunk_size=self.config.sweep_chunk_size)
+        self.layout = lay_out(call.q, call.cu, self.config.chunk_size)
         self.grid = self.layout.chunks, self.B * self.E
         # What chunk kernels take after their tensors and strides.
         self.counts = self.T, self.layout.chunks, self.H, self.E, self.E // self.k.shape[2]
@@ -76,8 +76,8 @@ class GSAProblem(Problem):
             "M": self.M,
             "D": self.D,
             "DV": self.DV,
-            "C": c.chunk,
-            "LEVELS": c.chunk.bit_length() - 1,
+            "C": c.chunk_size,
+            "LEVELS": c.chunk_size.bit_length() - 1,
             "BM": c.block_m,
             "BD": c.block_d,
             "BDV": c.block_dv,
@@ -247,7 +247,7 @@ def chunk_tables(
     c = configure(q, v, g)
     if not c.sweep or cu is not None:
         return None, None
-    C = c.sweep_chunk or c.chunk
+    C = c.sweep_chunk_size or c.chunk_size
     return once(documents, ("chunks", C), lambda: tables(documents, C))
 
 
@@ -285,7 +285,7 @@ class Sweep:
         self.tables = x.call.chunks, x.call.first
         # A row of documents has more chunks than N, and at most one for each token.
         room, done = (N, N) if x.segments is None else (x.T, 2 * N)
-        steps = x.new(x.B, room, x.E, dtype=torch.int32).fill_(x.config.chunk)
+        steps = x.new(x.B, room, x.E, dtype=torch.int32).fill_(x.config.chunk_size)
         strong = x.new(x.B, x.E, dtype=torch.int32).zero_()
         second = min(N, max(1, SECOND // heads))
         for several, programs, part, warps in ((False, done, min(SLOTS, x.M), WARPS), (True, second, x.M, 4)):

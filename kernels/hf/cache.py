@@ -1,6 +1,6 @@
 """The cache layer of a linearized attention module: a state of constant size in place of keys and values.
 
-`generate()` builds its own cache; the seam swaps the slot of each converted layer for a StateLayer on first
+`generate()` builds its own cache; attention_hooks.py swaps the slot of each converted layer for a StateLayer on first
 touch, so beams, sampling, continuation and hybrids go through the code that transformers already has.
 
 A state cannot forget its last tokens. Assisted decoding asks for that, so a cache that records its past
@@ -61,7 +61,7 @@ class StateLayer(CacheLayerMixin):
         self.seen = 0
         # Which mechanism, with which options, wrote the state; None where a version wrote it that did not say.
         self.kind: str | None = None
-        # Set by the seam for one call of a layer with a mixer: nothing else can read a state.
+        # Set by attention_hooks.py for one call of a layer with a mixer: nothing else can read a state.
         self.awaited = False
         # [B] int64 0, 1, .. while a step is recorded: the state is then changed where it lies (layers/pool.py).
         self.rows: Tensor | None = None

@@ -5,7 +5,7 @@ this file sees each torch function that it calls:
 
     q [..,T,D] times k [..,D,S]     -> scores: the right shape without memory, so no T x S product is computed
     scale, masks, biases, softmax   -> still only a shape; a mask tells which of the tokens are padding
-    weights times v [..,S,Dv]       -> o, from the seam as for any other module
+    weights times v [..,S,Dv]       -> o, from attention_hooks.py as for any other module
 
 (or one call of scaled_dot_product_attention). Projections, their layouts, clipping, rotary embedding and residuals
 stay the architecture's own, and no architecture is known by name. The softmax model runs none of this.
@@ -51,7 +51,7 @@ Attend = Callable[[Scores, Tensor, Callable[[], Tensor]], Tensor]
 
 
 def capture(module: Any) -> None:
-    """Make an attention module without the interface go through its mixer's seam, whenever the switch says so."""
+    """Make an attention module without the interface go through its mixer's attention function, whenever the switch says so."""
     module.forward = functools.partial(run, module)
 
 
@@ -77,7 +77,9 @@ def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         mask = mask if found.visible is None else found.visible
         q, k = (part.reshape(*v.shape[:1], -1, *part.shape[-2:]).to(v.dtype) for part in (found.q, found.k))
         places = {**call.places, "is_causal": mixer.site.causal}
-        return mixer.seam(mixer, prefix, lambda *_, **__: (softmax(), None), module, q, k, v, mask, **places)[0]
+        return mixer.attention_function(
+            mixer, prefix, lambda *_, **__: (softmax(), None), module, q, k, v, mask, **places
+        )[0]
 
     softmax_too = prefix == TRANSFER and call.teacher_output is None
     shape, seen = call.x.shape[:2], 0 if call.slot is None else call.slot.seen

@@ -6,7 +6,7 @@ step's kernels serves every later token. The recorded step sees an empty cache t
 of its token, and that token's column of the padding mask; its first answer must equal the plain step's bit for bit,
 else the plain steps go on. Anything that a recording would skip or fix (hooks, other inputs) keeps the plain steps too.
 
-Layers that keep softmax read more with every token. In a hybrid their keys lie in buffers with room for more (rooms.py),
+Layers that keep softmax read more with every token. In a hybrid their keys lie in buffers with room for more (static_layers.py),
 and when these are full a step is recorded again. Its answer equals the plain step's up to rounding, since softmax is
 summed in another order.
 
@@ -40,7 +40,7 @@ PLAIN_STEPS = 2
 TENSORS = ("input_ids", "position_ids", "attention_mask")
 DEVICES = ("cuda",)
 # Files whose hooks do nothing that a recorded step would lack.
-OWN = ("seam", "position_hooks", "modeling_utils")
+OWN = ("attention_hooks", "position_hooks", "modeling_utils")
 # Attention functions whose masks say what a token sees, one column a token.
 BACKENDS = ("sdpa", "eager")
 # Whose waiting for the GPU is left out of a recording: masks are looked at there, and made in full while one runs.
@@ -141,8 +141,8 @@ class Replay:
             if waited:
                 raise RuntimeError("they wait for the GPU")
             # A checkpoint has that file where layers keep softmax.
-            rooms = import_module(".rooms", __package__).Rooms(cache.layers) if kept else None
-            step = Step(self.compiled or self.model, inputs, before, self.compiled is not None, rooms)
+            static_layers = import_module(".static_layers", __package__).StaticLayers(cache.layers) if kept else None
+            step = Step(self.compiled or self.model, inputs, before, self.compiled is not None, static_layers)
             self.check(step(inputs).logits, plain.logits, exactly=not (kept or self.compiled))
             self.step = step
         except Exception as error:  # whatever a model does that cannot be recorded
@@ -170,11 +170,11 @@ class Step:
         inputs: dict[str, Any],
         states: list[Any],
         trial: bool = False,
-        rooms: Any = None,
+        static_layers: Any = None,
     ) -> None:
-        """`states` become the buffers; `rooms` has those of the layers that keep softmax. With `trial`, and with rooms,
+        """`states` become the buffers; `static_layers` has those of the layers that keep softmax. With `trial`, and with static layers,
         the step runs once before it is recorded. Raises ValueError where it would be wrong for later tokens."""
-        self.model, self.cache, self.rooms = model, cache_in(inputs), rooms
+        self.model, self.cache, self.static_layers = model, cache_in(inputs), static_layers
         self.name = next(name for name in CACHE_NAMES if name in inputs)
         self.layers, self.states = state_layers(self.cache), states
         self.inputs = {name: last(name, inputs[name]).clone() for name in tensor_names(inputs)}
@@ -182,15 +182,15 @@ class Step:
         self.output: Any = None
         self.rows = torch.arange(len(self.inputs["input_ids"]), device=self.inputs["input_ids"].device)
         self.hold()
-        if rooms is not None:
-            rooms.enter(self.cache.layers, inputs.get("attention_mask"))
-        if trial or rooms is not None:
+        if static_layers is not None:
+            static_layers.enter(self.cache.layers, inputs.get("attention_mask"))
+        if trial or static_layers is not None:
             kept = [part.clone() for part in parts(states)]
             self.run()
             torch._foreach_copy_([*parts(states)], kept)
-        if rooms is not None:
-            rooms.end_trial()
-        if rooms is not None and rooms.places.count.is_cuda:
+        if static_layers is not None:
+            static_layers.end_trial()
+        if static_layers is not None and static_layers.places.count.is_cuda:
             torch.cuda.empty_cache()  # a recording cannot free what the allocator keeps, here buffers of another size
         self.replay = capture(self.run, self.inputs["input_ids"])
 
@@ -204,19 +204,26 @@ class Step:
             and others == self.others
             and tensor_names(inputs) == list(self.inputs)
             and all(last(name, inputs[name]).shape == own.shape for name, own in self.inputs.items())
-            and (self.rooms is None or mask is None or mask.shape[1] == self.rooms.held(self.cache.layers) + 1)
+            and (
+                self.static_layers is None
+                or mask is None
+                or mask.shape[1] == self.static_layers.held(self.cache.layers) + 1
+            )
         )
 
     def full(self) -> bool:
         """Whether softmax has no room for another token."""
-        return self.rooms is not None and not self.rooms.fit(self.cache.layers)
+        return self.static_layers is not None and not self.static_layers.fit(self.cache.layers)
 
     def run(self) -> None:
         """What is recorded: the model's step from the buffers into the buffers. Most mixers change their states in place."""
         inputs, layers, seen = self.inputs, self.cache.layers, 0
-        if self.rooms is not None:
-            inputs, seen = inputs | {"attention_mask": self.rooms.places.real}, self.rooms.places.size - 1
-            self.cache.layers = self.rooms.stand_in(layers)
+        if self.static_layers is not None:
+            inputs, seen = (
+                inputs | {"attention_mask": self.static_layers.places.real},
+                self.static_layers.places.size - 1,
+            )
+            self.cache.layers = self.static_layers.stand_in(layers)
         for layer in self.layers:
             layer.seen, layer.rows = seen, self.rows
         try:
@@ -246,11 +253,11 @@ class Step:
             if layer.state is not state:  # someone reordered, or wrote, this cache
                 torch._foreach_copy_([*parts(state)], [*parts(layer.state)])
         self.hold()
-        if self.rooms is not None:
-            self.rooms.enter(self.cache.layers, inputs.get("attention_mask"))
+        if self.static_layers is not None:
+            self.static_layers.enter(self.cache.layers, inputs.get("attention_mask"))
         self.replay()
-        if self.rooms is not None:
-            self.rooms.leave(self.cache.layers)
+        if self.static_layers is not None:
+            self.static_layers.leave(self.cache.layers)
         for layer, tokens in zip(self.layers, seen, strict=True):
             layer.seen = tokens + 1
         out = {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.output.items()}
@@ -265,7 +272,7 @@ def waiting() -> Iterator[list[str]]:
         yield lines
         return
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -274,7 +281,7 @@ def waiting() -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode(mode)
             lines += [
                 line
-                for one in told
+                for one in warned
                 if "called a synchronizing CUDA" in (line := str(one.message)) and not one.filename.endswith(MASKS)
             ]
 

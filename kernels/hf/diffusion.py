@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layout import TokenLayout, call_grid, check_thread, this_thread, watch_patches
-from ..mixer import Mixer, Site
+from ..mixer import Mixer, AttentionSite
 
 # The functions through which processors compute softmax: on [B,T,H,D], and on [B,H,T,D] as a member of F.
 DISPATCH, FUSED = "dispatch_attention_fn", "scaled_dot_product_attention"
@@ -117,7 +117,7 @@ def attach(model: Any, spec: dict[str, Any], mechanisms: Mapping[str, type[Mixer
     Raises AttributeError when the model lacks a module of the plan.
     """
     for layer in spec["layers"]:
-        site = Site.from_dict(layer["site"])
+        site = AttentionSite.from_dict(layer["site"])
         module = model.get_submodule(site.path.removesuffix(".processor"))
         mixer = mechanisms[layer["mechanism"]](site, **layer["options"])
         if not any(p.is_meta for p in mixer.parameters()):

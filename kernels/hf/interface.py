@@ -1,7 +1,7 @@
 """What this project registers with transformers: names `linearize_*` for attention and mask functions.
 
 Several copies of these files meet in one process (the package, checkpoints, versions), and the registered names are
-shared by all of them, the last one to register winning. So what is registered only dispatches to `module.mixer.seam`,
+shared by all of them, the last one to register winning. So what is registered only dispatches to `module.mixer.attention_function`,
 which belongs to the mixer's own copy: the names and this call are the one agreement between versions.
 """
 
@@ -49,13 +49,13 @@ def register_backend(backend: str) -> None:
 
 def dispatch(prefix: str, backend: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: softmax without a mixer, else whatever the mixer's own copy does. Keys in a
-    room of a recorded step (rooms.py) know how to be attended to, by whichever copy made it."""
+    static layer of a recorded step (static_layers.py) know how to be attended to, by whichever copy made it."""
     mixer = getattr(module, "mixer", None)
     softmax = softmax_function(backend, module)
     if mixer is None:
-        room = getattr(args[1], "linearize_room", None) if len(args) > 1 else None
-        return softmax(module, *args, **kwargs) if room is None else room().attend(softmax, module, *args, **kwargs)
-    return mixer.seam(mixer, prefix, softmax, module, *args, **kwargs)
+        static = getattr(args[1], "linearize_room", None) if len(args) > 1 else None
+        return softmax(module, *args, **kwargs) if static is None else static().attend(softmax, module, *args, **kwargs)
+    return mixer.attention_function(mixer, prefix, softmax, module, *args, **kwargs)
 
 
 def softmax_function(backend: str, module: nn.Module) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ class PositionHooks:
         """Whether the mask that attention gets now may be the caller's own, as where no model called it."""
         return self.own_masks.get(this_thread(), self.own_masks.get(LAST, True))
 
-    def told(self, x: Tensor) -> dict[str, Any]:
+    def arguments(self, x: Tensor) -> dict[str, Any]:
         """What the pass of x [B,T,hidden] was told; nothing where it is compiled."""
         if torch.compiler.is_compiling():
             return {}

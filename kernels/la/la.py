@@ -29,8 +29,8 @@ from ..layers.arguments import Backend, several, check_shapes, state_dtype, want
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention, linear_attention_bidirectional
 from ..linear.bidirectional_launch import both_op
-from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, settled_precision, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site, Tensors, check_power_of_two, feature_parts, full_precision
+from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, resolve_precision, step_op, use_triton
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_power_of_two, feature_parts, full_precision
 from ..layers.pool import check_pool, on_rows
 from ..layers.scan import document_tokens, each_sequence, numbered
 
@@ -155,7 +155,7 @@ def _la_triton(
     D, DV = q.shape[-1], v.shape[-1]
     q, k = q.to(v.dtype), k.to(v.dtype)
     if not causal:
-        o, g, *_ = both_op(q, k, v, a, b, unit, settled_precision(precision), padding)
+        o, g, *_ = both_op(q, k, v, a, b, unit, resolve_precision(precision), padding)
         return o, g, state
     assert state is not None
     keep = wants_gradients(q, k, v, a, b, *state[:3])
@@ -164,7 +164,7 @@ def _la_triton(
         return o, g, LAState(*after)
     if segments is not None:
         segments = numbered(segments).int()
-    inputs = q, k, v, a, b, None, None, None, 1.0, unit, settled_precision(precision)
+    inputs = q, k, v, a, b, None, None, None, 1.0, unit, resolve_precision(precision)
     o, g, last, *_ = chunked_op(*inputs, segments, padding, cu, first, keep)
     S, z, u, _ = last.split([D * DV, D, DV, 4], -1)
     n = state.tokens
@@ -236,7 +236,7 @@ def _guarded(g: Tensor) -> Tensor:
     return torch.where(g.abs() < GUARD, torch.where(g < 0, -GUARD, GUARD), g)
 
 
-def la_reference(
+def naive_la(
     q: Tensor, k: Tensor, v: Tensor, *, a: Tensor | float = 1.0, b: Tensor | float = 1.0, causal: bool = True, padding:
     Tensor | None = None, segments: Tensor | None = None,
 )-> Tensor:  # fmt: skip
@@ -284,7 +284,7 @@ class LinearAttention(Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         feature_map: Literal["unit", "taylor", "hedgehog", "relu"] = "unit",
         slope: Annotated[float, Bounds(0.0, 1.0)] = 0.9,
@@ -311,7 +311,7 @@ class LinearAttention(Mixer):
         self.factor = site.scale if feature_map == "taylor" else 1.0
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         return super().parts(site, options) | feature_parts(options["feature_map"])
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..mixer import LEARNED, Site
+from ..mixer import LEARNED, AttentionSite
 
 
 def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -67,7 +67,7 @@ class Features(nn.Module):
         self.size = 2 * dim if kind == "hedgehog" else dim
 
     @classmethod
-    def at(cls, site: Site, kind: Any) -> Features:
+    def at(cls, site: AttentionSite, kind: Any) -> Features:
         """The map of a mixer at `site`, with kernels where it has weights."""
         found = cls(kind, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
         if kind in LEARNED:

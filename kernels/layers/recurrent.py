@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layout import TokenLayout
-from ..mixer import Mixer, Site, Tensors, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
+from ..mixer import Mixer, AttentionSite, Tensors, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
 from .arguments import to_gate_heads
 from .norm import HeadNorm, fit_size
 from .rotary import rotated
@@ -44,7 +44,7 @@ class Recurrent(Mixer):
         self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         return super().parts(site, options) | feature_parts(options["feature_map"])
 
     def turn(self, y: Tensor, layout: TokenLayout) -> Tensor:

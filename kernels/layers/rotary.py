@@ -25,7 +25,7 @@ from ..gpu.operators import operator, own_namespace
 from ..gpu.triton_helpers import jit, tl, triton
 
 # Where q and k are rotated: `before` the feature map (as in the softmax model), `after` it, or not at all (`off`).
-# `auto` is settled when a conversion is planned.
+# `auto` is resolved when a conversion is planned.
 Rope = Literal["auto", "before", "after", "off"]
 
 
@@ -36,7 +36,7 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def settled(rope: str | bool, window: int) -> str:
+def resolve_rope(rope: str | bool, window: int) -> str:
     """What `auto` stands for: exact attention to a window needs q and k as the softmax model has them. Earlier versions
     wrote true for `before` and false for `off`."""
     if isinstance(rope, bool):

@@ -76,7 +76,7 @@ class Earlier(NamedTuple):
         return SplitState(self.linear, HeadState(keys[:, : self.tokens], values[:, : self.tokens], self.real))
 
 
-def scores_told(kwargs: dict[str, Any]) -> ScoreOptions:
+def score_options(kwargs: dict[str, Any]) -> ScoreOptions:
     """What the arguments of an attention function say of its scores."""
     sinks = kwargs.get("s_aux")
     sinks = kwargs.get("sinks") if sinks is None else sinks
@@ -91,7 +91,7 @@ class SoftmaxHeads:
     kv_heads: int
     groups: tuple[int, ...]
     scale: float
-    scores_told = staticmethod(scores_told)
+    score_options = staticmethod(score_options)
 
     def runs(self) -> list[tuple[bool, int, int]]:
         """Neighbouring groups of one kind: whether they keep softmax, the first one and the one behind the last."""

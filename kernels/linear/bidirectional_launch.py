@@ -36,7 +36,7 @@ class BothProblem(LinearProblem):
 
     def _cut(self) -> tuple[ChunkLayout, int]:
         c = self.config
-        L = self.pieces(self.E * -(-self.DV // c.sums_both.block), c.programs_both, c.sums_both.chunk)
+        L = self.pieces(self.E * -(-self.DV // c.sums_both.block), c.programs_both, c.sums_both.chunk_size)
         return lay_out(self.q, None, L), L
 
     @cached_property
@@ -62,7 +62,7 @@ class BothProblem(LinearProblem):
         wide = {self.D: c["BD"], self.DV: c["BDV"]}
         c |= {"ROLE": role, "X": X, "Z": Z, "BX": wide[X], "BZ": min(tiles.block, wide[Z])}
         blocks = -(-Z // c["BZ"])
-        L = self.pieces(heads * blocks, 4 * self.config.programs_both, tiles.chunk)
+        L = self.pieces(heads * blocks, 4 * self.config.programs_both, tiles.chunk_size)
         launch(
             read_kernel, (-(-self.T // L) * blocks, self.B * heads), x, own, other, out, S, g, *coefficients, dg, along,
             self.a, self.b, rq, self.real, *strides(x, own, other), self.T, L, self.H, self.E, MASS=dg is not None,

@@ -24,7 +24,7 @@ from .slopes import slope_gradients, sums_so_far
 class Tiles(NamedTuple):
     """Of one kernel: tokens of a chunk, columns of a program, warps, buffers for what the loop loads."""
 
-    chunk: int
+    chunk_size: int
     block: int
     warps: int
     stages: int
@@ -157,7 +157,7 @@ def safe(shared: int, processors: int, wide: int, dtype: torch.dtype) -> Config:
 
 def shared_bytes(tiles: Tiles, wide: int, item: int) -> int:
     """Bound on the shared memory of every kernel: what the loop loads, and computed factors in two parts."""
-    C, BZ = tiles.chunk, tiles.block
+    C, BZ = tiles.chunk_size, tiles.block
     return item * (tiles.stages * C * (2 * wide + BZ) + 2 * (wide * BZ + C * C + C * BZ))
 
 
@@ -176,12 +176,12 @@ def use_triton(backend: str, precision: Precision, q: Tensor, v: Tensor, heads: 
     Raises ValueError where `triton` is asked for and they do not, and for a precision that is not known.
     """
     obstacle = obstacle or runs_on(q, v, heads)
-    if settled_precision(precision) == "bf16x6" and v.dtype == torch.float32 and not obstacle:
+    if resolve_precision(precision) == "bf16x6" and v.dtype == torch.float32 and not obstacle:
         obstacle = six_products(q.device, max(q.shape[-1], v.shape[-1]))
     return use_kernels(backend, obstacle)
 
 
-def settled_precision(precision: Precision) -> str:
+def resolve_precision(precision: Precision) -> str:
     """The precision that `auto` stands for, or the one that was asked for. Raises ValueError for another."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
@@ -336,8 +336,8 @@ class LinearProblem(Problem):
             "BD": wide[0],
             "BDV": wide[1],
             "BZ": min(tiles.block, max(wide)),
-            "C": tiles.chunk,
-            "K": min(tiles.chunk, self.config.keys),
+            "C": tiles.chunk_size,
+            "K": min(tiles.chunk_size, self.config.keys),
             "G": self.H // self.E,
             "DECAY": self.lam is not None,
             "READ": self.read is not None,
@@ -384,7 +384,7 @@ def walk(x: LinearProblem, tiles: Tiles, left: Tensor, right: Tensor, coefficien
     BZ, gate = min(tiles.block, c["BDV"]), x.read if back else x.write
     heads = x.E if o is None else x.H
     grid = (-(-x.D // BX) * -(-x.DV // BZ), x.layout.rows * heads, x.parts)
-    c |= {"BX": BX, "BZ": BZ, "R": min(16, tiles.chunk), "CUT": x.parts > 1, "OUT": o is not None}
+    c |= {"BX": BX, "BZ": BZ, "R": min(16, tiles.chunk_size), "CUT": x.parts > 1, "OUT": o is not None}
     launch(
         scan_kernel, grid, left, right, x.q, o, *states, first, last, *coefficients, x.a, x.b, *lengths, x.lam, x.read,
         x.write, x.segments, x.real, x.layout.per_chunk, x.layout.per_row, x.call.scale, *strides(left, right, x.q),

@@ -40,7 +40,7 @@ from ..layers.norm import HeadNorm
 from ..layers.pool import put, take
 from ..layers.recurrent import Recurrent, outer_products
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, Site, Tensors
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors
 
 
 def mamba2(
@@ -84,7 +84,7 @@ def _passed(v: Tensor, skip: Tensor, padding: Tensor | None) -> Tensor:
     return y if padding is None else torch.where(padding[:, :, None, None], y, 0.0)
 
 
-def mamba2_reference(
+def naive_mamba2(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, skip: Tensor, *, padding: Tensor | None = None, segments:
     Tensor | None = None, state: GLAState | None = None,
 )-> tuple[Tensor, GLAState]:  # fmt: skip
@@ -138,7 +138,7 @@ class Mamba2(Recurrent, Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         taps: Annotated[int, Bounds(1, 4)] = 4,
         half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 8.0,
@@ -165,7 +165,7 @@ class Mamba2(Recurrent, Mixer):
             self.short_conv = import_module("..layers.conv", __package__).short_conv
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         found = super().parts(site, {**options, "feature_map": "identity"})
         return found | ({"layers/conv": "short_conv"} if options["taps"] > 1 else {})
 

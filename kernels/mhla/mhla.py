@@ -46,11 +46,11 @@ from .eager import (
     with_one,
 )  # fmt: skip
 from ..mixer import (
-    LEARNED, Bounds, Mixer, Site, Tensors, check_power_of_two, full_precision, gated, output_gate_at,
+    LEARNED, Bounds, Mixer, AttentionSite, Tensors, check_power_of_two, full_precision, gated, output_gate_at,
 )  # fmt: skip
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.pool import check_pool, on_rows
-from ..layers.rotary import rotated, settled
+from ..layers.rotary import rotated, resolve_rope
 from ..layers.row_softmax import row_softmax
 from .bidirectional_launch import exceeds_offsets, grid_op
 from .launch import exceeds_grid, mhla_op, pool_op, runs_on, step_op
@@ -99,7 +99,7 @@ def mhla_grid(
     return mix_bidirectional(q, k, v, m, places, normalise, backend)[0]
 
 
-def mhla_reference(
+def naive_mhla(
     q: Tensor, k: Tensor, v: Tensor, weights: Tensor, *, block: Tensor | None = None, block_size: int = 64, normalise:
     bool = True, padding: Tensor | None = None, segments: Tensor | None = None,
 )-> Tensor:  # fmt: skip
@@ -324,7 +324,7 @@ class MultiHeadLinearAttention(Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         feature_map: Literal["hedgehog", "elu", "relu", "plain_relu"] = "hedgehog",
         blocks: Annotated[int, Bounds(2, 1024)] = 32,
@@ -348,7 +348,7 @@ class MultiHeadLinearAttention(Mixer):
         rotated features, whose products have signs."""
         # Read by what Mixer makes of the window: what a gate has multiplied is no mean.
         self.normalised = normalise and not output_gate
-        self.rope = settled(rope, near.get("window", 0))
+        self.rope = resolve_rope(rope, near.get("window", 0))
         super().__init__(site, self.rope == "before", **near)
         check_power_of_two(block_size=block_size)
         self.norm, self.normalise, self.block_size = norm, normalise, block_size
@@ -374,7 +374,7 @@ class MultiHeadLinearAttention(Mixer):
         self.output_gate = output_gate_at(site, output_gate)
 
     @classmethod
-    def published_at(cls, site: Site | None) -> dict[str, Any]:
+    def published_at(cls, site: AttentionSite | None) -> dict[str, Any]:
         """Its images keep the normaliser, without a norm, and start local; DeiT has a convolution of 3 on v."""
         if site is None or site.causal:
             return cls.published
@@ -382,20 +382,20 @@ class MultiHeadLinearAttention(Mixer):
         return cls.published | images | ({} if site.grid == "line" else {"dwc": 3})
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         found = super().parts(site, options)
         found |= {"layers/learned_maps": "learned_map"} if options["feature_map"] in LEARNED else {}
         found |= {"layers/depthwise": "depthwise"} if options["dwc"] and not site.causal else {}
         return found | ({"layers/output_gate": "OutputGate"} if options["output_gate"] else {})
 
     @classmethod
-    def obstacle(cls, site: Site) -> str | None:
+    def obstacle(cls, site: AttentionSite) -> str | None:
         if site.grid == "window":
             return "windows have too few tokens for blocks of their own"
         return super().obstacle(site)
 
     @classmethod
-    def idle(cls, site: Site, flat: bool) -> dict[str, str]:
+    def idle(cls, site: AttentionSite, flat: bool) -> dict[str, str]:
         if site.causal:
             found = dict.fromkeys(("frames", "rows", "columns"), "causal attention has blocks of block_size tokens")
             return found | {"dwc": "its convolution is bidirectional, and attention here is causal"}

@@ -27,11 +27,11 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, check_shapes, state_dtype, to_gate_heads, wants_gradients
 from ..layers.recurrent import Recurrent, outer_products
-from ..layers.rotary import Rope, settled
+from ..layers.rotary import Rope, resolve_rope
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention
-from ..linear.launch import Precision, chunked_op, pool_op, settled_precision, step_op, use_triton
-from ..mixer import Bounds, Mixer, Site, Tensors, full_precision, gated, output_gate_at
+from ..linear.launch import Precision, chunked_op, pool_op, resolve_precision, step_op, use_triton
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors, full_precision, gated, output_gate_at
 from ..layers.scan import each_sequence, numbered
 from ..layers.pool import check_pool, on_rows
 
@@ -133,11 +133,11 @@ def _retnet_triton(
     if segments is not None:
         segments = numbered(segments).int()
     first = None if S is None else S.flatten(2)
-    o, _, S, *_ = chunked_op(*inputs, settled_precision(precision), segments, padding, cu, first, keep)
+    o, _, S, *_ = chunked_op(*inputs, resolve_precision(precision), segments, padding, cu, first, keep)
     return o.to(dtype), RetNetState(S.unflatten(-1, sizes))
 
 
-def retnet_reference(
+def naive_retnet(
     q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, scale: float | None = None, padding: Tensor | None = None,
     segments: Tensor | None = None, state: RetNetState | None = None, read_gate: Tensor | None = None, write_gate:
     Tensor | None = None,
@@ -216,7 +216,7 @@ class RetNet(Recurrent, Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         decay: Literal["learned", "spread", "paper"] = "learned",
         half_life_min: Annotated[float, Bounds(0.5, 1e6)] = 2.0,
@@ -230,7 +230,7 @@ class RetNet(Recurrent, Mixer):
         **near: int,
     ) -> None:
         """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
-        place = settled(rope, near.get("window", 0))
+        place = resolve_rope(rope, near.get("window", 0))
         super().__init__(site, place == "before", **near)
         self.rope = place
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
@@ -240,7 +240,7 @@ class RetNet(Recurrent, Mixer):
         self.output_gate = output_gate_at(site, output_gate)
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         found = super().parts(site, options)
         return found | ({"layers/output_gate": "OutputGate"} if options["output_gate"] else {})
 

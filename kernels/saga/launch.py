@@ -20,7 +20,7 @@ GUARD = 1e-6
 class Tiles(NamedTuple):
     """Of one kernel: tokens of a chunk, warps, buffers for what the loop loads."""
 
-    chunk: int
+    chunk_size: int
     warps: int
     stages: int
 
@@ -50,7 +50,7 @@ def safe(shared: int, processors: int, D: int, DV: int, feature_map: str, dtype:
     exact, narrow = dtype == torch.float32, min(width(D), width(DV)) < 64
     warps = 4 if max(D, DV) <= 64 else 8
     for tiles in (*(Tiles(C, warps, stages) for C in (64, 32) for stages in (2, 1)), Tiles(16, 4, 1)):
-        if tiles.chunk == 64 and (exact or narrow or max(D, DV) > 128):
+        if tiles.chunk_size == 64 and (exact or narrow or max(D, DV) > 128):
             continue
         if shared_bytes(tiles, D, DV, feature_map, dtype) <= shared:
             return Config(tiles, tiles, tiles, tiles, 4 * processors, "bf16x6" if exact else "bf16x3")
@@ -62,10 +62,10 @@ def shared_bytes(tiles: Tiles, D: int, DV: int, feature_map: str, dtype: torch.d
     loads, computed factors, states and maps, each also transposed, and sums over warps."""
     BD, BV, halves = width(D), width(DV), 2 if feature_map == "hedgehog" else 1
     item = 4 if dtype == torch.bfloat16 else 8
-    loads = (tiles.stages - 1) * tiles.chunk * ((1 + halves) * BD + 4 * BV) * dtype.itemsize
+    loads = (tiles.stages - 1) * tiles.chunk_size * ((1 + halves) * BD + 4 * BV) * dtype.itemsize
     sums = 4 * tiles.warps * max(BD, BV)
     states = 2 * halves * BD * BV + 2 * (halves - 1) * BD * BD
-    return loads + sums + item * (states + halves * tiles.chunk * (BD + BV) // 2)
+    return loads + sums + item * (states + halves * tiles.chunk_size * (BD + BV) // 2)
 
 
 @functools.cache
@@ -145,7 +145,7 @@ class SAGAProblem(Problem):
     def stretches(self, tiles: Tiles, heads: int) -> tuple[int, int]:
         """How many, and tokens of each, a multiple of a chunk."""
         wanted = max(1, self.config.programs // (self.B * heads))
-        L = -(-self.T // (wanted * tiles.chunk)) * tiles.chunk
+        L = -(-self.T // (wanted * tiles.chunk_size)) * tiles.chunk_size
         return -(-self.T // L), L
 
     def launch(self, kernel: Any, tiles: Tiles, heads: tuple[int, ...], *arguments: Any, **more: Any) -> None:
@@ -154,7 +154,7 @@ class SAGAProblem(Problem):
         launch(
             kernel, (self.B * heads[0], N), *arguments, self.T, L, *heads, call=self.number, num_warps=tiles.warps,
             PHI=self.call.feature_map, NORM=self.call.norm, LOCAL=self.local is not None, PADDED=self.real is not None,
-            D=self.D, DV=self.DV, W=self.W, BD=width(self.D), BV=width(self.DV), C=tiles.chunk, GUARD=GUARD,
+            D=self.D, DV=self.DV, W=self.W, BD=width(self.D), BV=width(self.DV), C=tiles.chunk_size, GUARD=GUARD,
             HALF=self.q.dtype == torch.bfloat16, FINE=self.call.feature_map == "identity" or self.call.norm == "head",
             PREC=self.config.precision, STAGES=tiles.stages, **more,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from ..layers.features import Features, featured
 from ..layers.gate_linear import GateLinear
 from ..layout import TokenLayout
 from ..linear.linear import linear_attention_bidirectional
-from ..mixer import Bounds, Mixer, Site, full_precision
+from ..mixer import Bounds, Mixer, AttentionSite, full_precision
 from ..layers.norm import HeadNorm
 from .launch import GUARD, runs_on, saga_op
 
@@ -151,7 +151,7 @@ def _check(
         raise ValueError(f"key heads must divide query heads, found {E} and {H}")
 
 
-def saga_reference(
+def naive_saga(
     q: Tensor, k: Tensor, v: Tensor, key_gate: Tensor, value_gate: Tensor, output_gate: Tensor, *, local: Tensor | None
     = None, norm: Norm = "none", norm_weight: Tensor | None = None, padding: Tensor | None = None, segments: Tensor |
     None = None,
@@ -233,7 +233,7 @@ class SelectiveGates(Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         feature_map: Literal["hedgehog", "elu", "relu", "identity"] = "hedgehog",
         norm: Literal["mean", "head", "none"] = "mean",
@@ -263,7 +263,7 @@ class SelectiveGates(Mixer):
             self.depthwise = import_module("..layers.depthwise", __package__).depthwise
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         found = super().parts(site, options)
         return found | ({"layers/depthwise": "depthwise"} if options["dwc"] else {})
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layout import TokenLayout
-from ..mixer import Mixer, Site, Tensors, as_autocast, option_types, own_mixer
-from ..layers.rotary import settled
+from ..mixer import Mixer, AttentionSite, Tensors, as_autocast, option_types, own_mixer
+from ..layers.rotary import resolve_rope
 from ..layers.row_softmax import row_softmax
 
 Base = Literal["retnet", "gla", "gdn"]
@@ -69,7 +69,7 @@ def head_softmax(scores: Tensor, rescale: bool, *, plain: bool = False) -> Tenso
     return row_softmax(scores, float(scores.shape[-1]) if rescale else 1.0, plain=plain)
 
 
-def sla_reference(
+def naive_sla(
     q: Tensor, k: Tensor, v: Tensor, *, base: Base, read_scores: Tensor, write_scores:
     Tensor, rescale: bool = True, **arguments: Any,
 )-> tuple[Tensor, Any]:  # fmt: skip
@@ -83,7 +83,7 @@ def sla_reference(
         v = v * write[..., None]
     else:
         k = k * write[..., None]
-    o, state = getattr(file_of(base), f"{base}_reference")(q * read[..., None], k, v, **arguments)
+    o, state = getattr(file_of(base), f"naive_{base}")(q * read[..., None], k, v, **arguments)
     return o, state
 
 
@@ -110,7 +110,7 @@ class SoftmaxLinearAttention(Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         base: Base = "gla",
         gate_input: Literal["hidden", "qk"] = "hidden",
@@ -122,7 +122,7 @@ class SoftmaxLinearAttention(Mixer):
         # The window is this mixer's, of which the base knows nothing.
         kind = self.base_for(base)
         if base_options.get("rope", option_types(kind)["rope"][2]) == "auto":
-            base_options["rope"] = settled("auto", near.get("window", 0))
+            base_options["rope"] = resolve_rope("auto", near.get("window", 0))
         own: Any = kind(site, **base_options)
         super().__init__(site, not own.drop_rope, **near)
         self.base, self.gate_rescale = own, gate_rescale
@@ -136,7 +136,7 @@ class SoftmaxLinearAttention(Mixer):
         return own_mixer(file_of(name))
 
     @classmethod
-    def parts(cls, site: Site, options: dict[str, Any]) -> dict[str, str]:
+    def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
         name, base = options["base"], cls.base_for(options["base"])
         return super().parts(site, options) | base.parts(site, options) | {f"{name}/{name}": base.__name__}
 

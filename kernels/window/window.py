@@ -35,7 +35,7 @@ from transformers import initialization as init
 from ..layers.arguments import Backend, several, use_kernels, wants_gradients
 from ..layers.pool import check_pool, on_rows
 from ..layout import TokenLayout, once
-from ..mixer import Bounds, Mixer, Site, full_precision
+from ..mixer import Bounds, Mixer, AttentionSite, full_precision
 from ..layers.scan import each_sequence, numbered
 from ..layers.sequences import Spliced, splice
 from .blend import blend
@@ -232,10 +232,10 @@ def _step_obstacle(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, sta
     return runs_on(q.device, (q.dtype, k.dtype, v.dtype, state.keys.dtype, state.values.dtype), q.shape[3], v.shape[3])
 
 
-# ---------------------------------------------------------------- literal reference
+# ---------------------------------------------------------------- naive form
 
 
-def window_reference(
+def naive_window(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -571,7 +571,7 @@ class SinkWindow(Mixer):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         window: Annotated[int, Bounds(1, 65536)] = 1024,
         sink: Annotated[int, Bounds(0, 1024)] = 4,

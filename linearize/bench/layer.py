@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 from ..errors import LinearizeError
 from ..plan.mechanisms import build_mixer, resolve_options
@@ -59,7 +59,7 @@ class Layer(Case):
     def inputs(self, shape: Shape, device: str) -> list[Tensor]:
         """The parameters are those of the mixer that `op` calls, until the next inputs are made."""
         hidden, dtype = shape.H * shape.D, getattr(torch, shape.dtype)
-        site = Site(
+        site = AttentionSite(
             0, "attention", "LlamaAttention", hidden, shape.H, shape.Hkv, shape.D, shape.D, shape.D**-0.5, causal=True
         )
         qkv = random_qkv(shape, device)

@@ -61,7 +61,7 @@ def bench_model(
     LinearizeError: 2 unless either a model or a known shape is given, for a mechanism beside a preset, an unknown
     preset, and an option of the other kind of model; 3 where no step can be compiled, and whatever planning raises.
     """
-    asked = settle(mechanism, preset, options or {})
+    asked = resolve_request(mechanism, preset, options or {})
     planned = plan_for(model, shape, asked.mechanism, asked.options, asked.layers)
     images = planned[2].head.main_input_name == IMAGES
     lengths = {name: value for name, value in given.items() if value is not None}
@@ -110,7 +110,7 @@ class Asked(NamedTuple):
         return self.preset or self.mechanism
 
 
-def settle(mechanism: str | None, preset: str | None, options: dict[str, Any]) -> Asked:
+def resolve_request(mechanism: str | None, preset: str | None, options: dict[str, Any]) -> Asked:
     """What --to, --preset and --set ask for. Raises LinearizeError (exit 2) for a mechanism beside a preset, and for an
     unknown preset."""
     if mechanism is not None and preset is not None:
@@ -180,15 +180,15 @@ def _cells(record: dict[str, Any], columns: tuple[str, ...]) -> list[str]:
     """A row without its name; of what could not run the reason, once, behind what was to be measured."""
     if "failed" not in record:
         return [_cell(record, column) for column in columns]
-    told = [*(_cell(record, column) for column in columns if column in WHAT), record["failed"]]
-    return told + [""] * (len(columns) - len(told))
+    parts = [*(_cell(record, column) for column in columns if column in WHAT), record["failed"]]
+    return parts + [""] * (len(columns) - len(parts))
 
 
 def line(table: str, record: dict[str, Any]) -> str:
     """One row of a table as a line of text, for a person who waits."""
     cells = {column: _cell(record, column) for column in HEADS[table] if column in WHAT or "failed" not in record}
-    told = [f"{column} {cell}" for column, cell in cells.items() if cell]
-    return f"{table}, {record['name']}: {', '.join([*told, *([record['failed']] if 'failed' in record else [])])}"
+    parts = [f"{column} {cell}" for column, cell in cells.items() if cell]
+    return f"{table}, {record['name']}: {', '.join([*parts, *([record['failed']] if 'failed' in record else [])])}"
 
 
 def _cell(record: dict[str, Any], column: str) -> str:

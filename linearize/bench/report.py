@@ -51,14 +51,14 @@ def first_line(record: dict[str, Any]) -> str:
 
 def line(record: dict[str, Any], before: list[dict[str, Any]]) -> str:
     """One row as a line of text, for a person who waits; `before` has the rows of its table so far, itself included."""
-    told = [f"{title} {_with_host(record[part])}" for part, title in zip(PARTS, TITLES, strict=True) if part in record]
+    parts = [f"{title} {_with_host(record[part])}" for part, title in zip(PARTS, TITLES, strict=True) if part in record]
     if "us" in record:
-        told += [f"decode step {record['us']:.1f} µs, {record['share_of_copy']:.0%} of the speed of a copy"]
-    told += [f"error of {name} {value:.1e}" for name, value in record.get("errors", {}).items()]
-    told += [record["failed"]] if "failed" in record else []
+        parts += [f"decode step {record['us']:.1f} µs, {record['share_of_copy']:.0%} of the speed of a copy"]
+    parts += [f"error of {name} {value:.1e}" for name, value in record.get("errors", {}).items()]
+    parts += [record["failed"]] if "failed" in record else []
     if PARTS[0] in record and (ours := _ours(before, record)) is not record:
-        told += [f"{', '.join(filter(None, _ratios(ours, record)))} times the time of {ours['name']}"]
-    return f"{record['shape']}, {record['name']}: {'; '.join(told)}"
+        parts += [f"{', '.join(filter(None, _ratios(ours, record)))} times the time of {ours['name']}"]
+    return f"{record['shape']}, {record['name']}: {'; '.join(parts)}"
 
 
 def _with_host(record: dict[str, float]) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 from linearize_kernels.layout import reduce_keys, this_thread
 
 from ..checkpoint.code import SourceClasses
@@ -126,15 +126,15 @@ def contenders(built: Any, mechanism: str) -> dict[str, Callable[[], Any]]:
 def fused(model: Any) -> Iterator[None]:
     """Within: the softmax model, with SDPA where the architecture's code computes softmax(q k) v."""
     mixers = mixers_of(model)
-    kept = {path: (mixer.seam, mixer.reductions) for path, mixer in mixers.items()}
+    kept = {path: (mixer.attention_function, mixer.reductions) for path, mixer in mixers.items()}
     for path, mixer in mixers.items():
         reduce_keys(model.get_submodule(path), mixer.reductions, True)
-        mixer.seam, mixer.reductions = sdpa, {}
+        mixer.attention_function, mixer.reductions = sdpa, {}
     try:
         yield
     finally:
         for path, mixer in mixers.items():
-            mixer.seam, mixer.reductions = kept[path]
+            mixer.attention_function, mixer.reductions = kept[path]
 
 
 def sdpa(mixer: Any, prefix: str, softmax: Any, module: Any, *inputs: Any, **places: Any) -> tuple[Tensor, None]:

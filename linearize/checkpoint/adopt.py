@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from linearize_kernels.hf.seam import TRAINED
+from linearize_kernels.hf.attention_hooks import TRAINED
 
 from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.mechanisms import build_mixer
@@ -22,7 +22,7 @@ from . import card
 from . import write as checkpoint
 from .atomic import output_folder, scratch_beside
 from .code import SourceClasses, code_files
-from .manifest import saved_again
+from .manifest import plan_of_resaved
 from .provenance import check_code, natives_of, usable
 from .shards import link_or_copy
 from .source import Source, open_source, read_header
@@ -112,7 +112,7 @@ def plain(value: Any) -> Any:
 @contextlib.contextmanager
 def adopted(folder: Path, *, trust_remote_code: bool = False) -> Iterator[Path]:
     """Within: `folder`, or, where transformers saved it, a temporary folder beside it with the same model, whole."""
-    if not folder.is_dir() or saved_again(folder) is None:
+    if not folder.is_dir() or plan_of_resaved(folder) is None:
         yield folder
         return
     with scratch_beside(folder.resolve()) as scratch:

@@ -157,9 +157,9 @@ def kept_heads(plan: Plan) -> str:
 
 def untrained(plan: Plan) -> str:
     """Which parts of the model are untrained. If it was converted again, also what was trained before."""
-    if not plan.again:
+    if not plan.reconversions:
         return UNTRAINED
-    last = plan.again[-1]
+    last = plan.reconversions[-1]
     new = [step.site.layer for step in plan.steps if step.site.path in last.untrained]
     back = [site.layer for site in plan.kept if site.path in last.restored]
     have = "has" if len(back) == 1 else "have"

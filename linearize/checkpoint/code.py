@@ -11,7 +11,7 @@ import transformers
 from .. import __version__
 from ..plan.mechanisms import MIXER_CLASS, parts_of
 from ..plan.plan import Plan
-from ..probe.meta_run import build_on_meta
+from ..probe.trace import build_on_meta
 from .flatten import flat_files, imported, reached
 from .templates import templates_of, written
 
@@ -100,7 +100,9 @@ def auto_names(config: Any, head: Any) -> Sequence[str]:
 
 def code_files(plan: Plan, natives: SourceClasses) -> dict[str, str]:
     """File name -> text of all the code that the checkpoint carries."""
-    files = flat_files([*mixer_files(plan), *(["capture"] if captured(plan) else []), *plan_parts(plan), "seam"])
+    files = flat_files(
+        [*mixer_files(plan), *(["capture"] if captured(plan) else []), *plan_parts(plan), "attention_hooks"]
+    )
     return {MODELING_FILE: modeling(__version__, plan, natives, files)} | files
 
 
@@ -155,7 +157,7 @@ def plan_parts(plan: Plan) -> dict[str, str]:
     """Files that options of the plan switch on, beside those of its mechanisms, and one that decodes hybrids: flat name
     -> a name in it, sorted."""
     mixed = not plan.spec()["all_linear"]  # what config.json knows of layers that are kept
-    found: dict[str, str] = {"rooms": "Rooms"} if mixed and not captured(plan) else {}
+    found: dict[str, str] = {"static_layers": "StaticLayers"} if mixed and not captured(plan) else {}
     for step in plan.steps:
         found |= parts_of(step.mechanism, step.site, step.options)
     return dict(sorted(found.items()))

@@ -1,7 +1,7 @@
 """Copy kernel files into a checkpoint: they are nested at home and flat in a checkpoint.
 
 transformers copies the code of a checkpoint from one flat folder. So `kernels/gsa/launch.py` travels as
-`gsa_launch.py`, `kernels/gsa/gsa.py` as `gsa.py` and `kernels/hf/seam.py` as `seam.py`; the relative imports at the
+`gsa_launch.py`, `kernels/gsa/gsa.py` as `gsa.py` and `kernels/hf/attention_hooks.py` as `attention_hooks.py`; the relative imports at the
 start of their lines are rewritten on the way, and so are those by `import_module`. Only the first kind is followed: a
 file of the second kind travels where an option needs it (`Mixer.parts`).
 """
@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 RELATIVE_IMPORT = re.compile(r"^from (\.+)([\w.]+)(?= import)", re.MULTILINE)
 # One of a part that an option switches on: `import_module("..gla.gla", __package__)`. transformers does not see it.
 PART_IMPORT = re.compile(r"(?<=\bimport_module\(\")(\.+)([\w.]+)(?=\", __package__\))")
-# Rooms of what mechanisms share: their files travel under their own names.
+# Folders of what mechanisms share: their files travel under their own names.
 SHARED = ("", "hf", "gpu", "layers")
 
 
@@ -38,8 +38,8 @@ def kernel_files() -> dict[str, Path]:
 
 def flat_name(place: str) -> str:
     """The name on the road, without `.py`, of a file at `place` in the kernels folder, such as `gsa/launch`."""
-    room, _, stem = place.rpartition("/")
-    return stem if room in SHARED or stem == room else f"{room}_{stem}"
+    folder, _, stem = place.rpartition("/")
+    return stem if folder in SHARED or stem == folder else f"{folder}_{stem}"
 
 
 def flattened(path: Path) -> str:
@@ -50,11 +50,11 @@ def flattened(path: Path) -> str:
 @functools.cache
 def _flattened(place: str, text: str) -> str:
     """`text` of the kernel file at `place` as it travels. Kept: each look at a folder's code asks for every file."""
-    room = PurePosixPath(place).parent
+    folder = PurePosixPath(place).parent
 
     def flat(found: re.Match[str]) -> str:
         dots, module = found.groups()
-        above = room.parents[len(dots) - 2] if len(dots) > 1 else room
+        above = folder.parents[len(dots) - 2] if len(dots) > 1 else folder
         return f".{flat_name((above / module.replace('.', '/')).as_posix())}"
 
     return RELATIVE_IMPORT.sub(lambda found: f"from {flat(found)}", PART_IMPORT.sub(flat, text))

@@ -13,7 +13,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
 from ..errors import MALFORMED, Exit, LinearizeError
@@ -50,7 +50,7 @@ def read_plan(folder: Path) -> Plan:
             )
         return plan
     except (OSError, *MALFORMED) as error:
-        if saved_again(folder):
+        if plan_of_resaved(folder):
             raise LinearizeError(
                 f"{folder} is linearized but has no {MANIFEST}, which says what is whose in it; "
                 "save_pretrained leaves it out. finetune, eval, generate, verify, serve, export and push take the "
@@ -73,13 +73,13 @@ def plan_of(config: dict[str, Any]) -> Plan:
 
     Why some layers are not linear it does not say: `reads_masks` stands for each reason."""
     layers, mixed = config["linearize"]["layers"], not config["linearize"].get("all_linear", True)
-    steps = tuple(Step(Site.from_dict(one["site"]), one["mechanism"], one["options"], 0, 0) for one in layers)
+    steps = tuple(Step(AttentionSite.from_dict(one["site"]), one["mechanism"], one["options"], 0, 0) for one in layers)
     architecture = config["architectures"][0].removeprefix("Linearized")
     model_type, dtype = config["model_type"].removeprefix("linearized_"), str(config.get("dtype"))
     return Plan("", None, architecture, model_type, dtype, False, False, steps, (), 0, 0, reads_masks=mixed)
 
 
-def saved_again(folder: Path) -> Plan | None:
+def plan_of_resaved(folder: Path) -> Plan | None:
     """`plan_of` a linearized model that save_pretrained wrote; None for any other folder."""
     if (folder / MANIFEST).exists():
         return None
@@ -90,18 +90,18 @@ def saved_again(folder: Path) -> Plan | None:
 
 def plan_in(folder: Path) -> Plan:
     """`read_plan`, or `plan_of` what transformers saved."""
-    return saved_again(folder) or read_plan(folder)
+    return plan_of_resaved(folder) or read_plan(folder)
 
 
 def is_linearized(folder: Path) -> bool:
     """Whether linearize wrote the folder, or transformers saved what it wrote."""
-    return (folder / MANIFEST).exists() or saved_again(folder) is not None
+    return (folder / MANIFEST).exists() or plan_of_resaved(folder) is not None
 
 
 def recipes_of(folder: Path) -> list[dict[str, Any]]:
     """The recipes by which a folder, and those that it was converted again from, were trained; the earliest first."""
     last = read_json(folder / MANIFEST).get("recipe")
-    return [one for one in [*(past.recipe for past in read_plan(folder).again), last] if one is not None]
+    return [one for one in [*(past.recipe for past in read_plan(folder).reconversions), last] if one is not None]
 
 
 def listed_files(folder: Path) -> list[str]:

@@ -18,15 +18,15 @@ from transformers import AutoConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import HF_MODULES_CACHE
 
-from linearize_kernels.hf.seam import TRAINED
-from linearize_kernels.mixer import Site
+from linearize_kernels.hf.attention_hooks import TRAINED
+from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
 from ..errors import MALFORMED, Exit, LinearizeError, reason_of, resource_error
 from ..plan.mechanisms import build_mixer, check_name, mechanism_names, present_options, renamed_options
 from ..plan.plan import Plan, some
-from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
+from ..probe.trace import quiet
 from . import write as checkpoint
 from .code import MODELING_FILE, SourceClasses, auto_map, modeling, plan_parts
 from .flatten import imported
@@ -208,8 +208,8 @@ def untrained_mixers(folder: Path, plan: Plan) -> set[str]:
     """Paths of the attention modules whose mixer nothing has trained, in a folder of that `plan`."""
     if "recipe" in read_json(folder / checkpoint.MANIFEST):
         return set()
-    if plan.again:
-        return set(plan.again[-1].untrained)
+    if plan.reconversions:
+        return set(plan.reconversions[-1].untrained)
     trained = read_json(folder / "config.json").get(TRAINED)
     return set() if trained else {step.site.path for step in plan.linear}
 
@@ -258,7 +258,7 @@ def layer_differences(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
 
 def layer_values(layer: dict[str, Any]) -> dict[str, Any]:
     """Mechanism, options and site of one layer of a config, options under their present names."""
-    site = dataclasses.asdict(Site.from_dict(layer["site"]))
+    site = dataclasses.asdict(AttentionSite.from_dict(layer["site"]))
     options = layer["options"]
     if layer["mechanism"] in mechanism_names():
         options = present_options(layer["mechanism"], options)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.models.auto.tokenization_auto import AutoTokenizer, tokenizer_class_from_name
 
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from .source import read_json
 
 FILE = "tokenizer_config.json"

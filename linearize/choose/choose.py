@@ -31,7 +31,7 @@ from ..measure.recall import Row, Writer
 from ..plan.heads import leaves_one, named
 from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl
 from ..plan.plan import Plan, Step
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..terminal.output import counted, layers_named, ranges
 from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl, next_token_targets

@@ -1,6 +1,6 @@
 """A source model in which each layer computes softmax, its mixer, or a mixture of both.
 
-The mixers are attached to the source in memory; nothing is written. A pass runs under the seam's transfer mode, in
+The mixers are attached to the source in memory; nothing is written. A pass runs under the hooks' transfer mode, in
 which an attention module has softmax at hand and a mixer with the same q, k and v. A gate in each module, or one for
 each of its key heads and their query heads, says how much of softmax goes on: 1 softmax alone, 0 the mixer alone.
 """
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize_kernels.hf.attention_hooks import Linearized, attach, evaluating, mixers_of, renamed
 from linearize_kernels.hf.capture import capture
 from linearize_kernels.hf.interface import TRANSFER, split_name
-from linearize_kernels.hf.seam import Linearized, attach, evaluating, mixers_of, renamed
-from linearize_kernels.layers.softmax_heads import scores_told
+from linearize_kernels.layers.softmax_heads import score_options
 from linearize_kernels.layout import call_layout, is_causal, this_thread
 from linearize_kernels.mixer import Mixer
 
@@ -118,15 +118,15 @@ class Mixture:
 
     @contextlib.contextmanager
     def _mixing(self) -> Iterator[None]:
-        seams = {mixer: mixer.seam for mixer in self.mixers.values()}
-        for mixer in seams:
-            mixer.seam = functools.partial(mix, self)
+        functions = {mixer: mixer.attention_function for mixer in self.mixers.values()}
+        for mixer in functions:
+            mixer.attention_function = functools.partial(mix, self)
         try:
             with evaluating(self.model), renamed(self.model, lambda name: TRANSFER + split_name(name)[1]):
                 yield
         finally:
-            for mixer, seam in seams.items():
-                mixer.seam = seam
+            for mixer, function in functions.items():
+                mixer.attention_function = function
                 mixer.calls.clear()
 
     # ------------------------------------------------------------ mixers
@@ -173,7 +173,7 @@ def mix(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In place of the seam: gate times softmax plus the rest of the mixer's output, [B,T,H,Dv]."""
+    """In place of the mixer's attention function: gate times softmax plus the rest of the mixer's output, [B,T,H,Dv]."""
     call, gate = mixer.calls[this_thread()], mixture.gates[mixer.site.layer]
     if isinstance(gate, Tensor) and gate.ndim:  # a number for each key head
         gate = gate.repeat_interleave(query.shape[1] // len(gate))[:, None]
@@ -184,8 +184,8 @@ def mix(
         shape = query.shape[0], query.shape[2]
         causal = is_causal(module, kwargs, mixer.site.causal)
         call.check(mixer, attention_mask, shape[1], None, causal)
-        layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.told(kwargs))
-        layout = layout._replace(scores=by.softmax and scores_told(kwargs))
+        layout = call_layout(call.geometry, causal, attention_mask, shape, None, call.arguments(kwargs))
+        layout = layout._replace(scores=by.softmax and score_options(kwargs))
         return by(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)[0]
 
     parts: list[Tensor] = []

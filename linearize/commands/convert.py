@@ -208,7 +208,7 @@ def convert(
     if not dry_run:
         carried = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code, "seed": seed}
         checked = story.convert(*planned, target, **carried, say=say)
-        new = ", whose new parameters are untrained" if plan.new_parameters and not plan.again else ""
+        new = ", whose new parameters are untrained" if plan.new_parameters and not plan.reconversions else ""
         say(f"saved {target}{new}. Next: {story.next_step(plan, target)}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
@@ -225,9 +225,9 @@ def convert(
 
 def name_of(plan: Any) -> str:
     """The folder that a conversion writes where none is named: that of the model, and what its new layers are."""
-    if not plan.again:
+    if not plan.reconversions:
         return f"{Path(plan.source).name}-{plan.linear[0].mechanism}"
-    done = plan.again[-1]
+    done = plan.reconversions[-1]
     new = {step.mechanism for step in plan.steps if step.site.path in done.added}
     return f"{Path(done.folder).name}-{min(new, default='more-softmax')}"
 

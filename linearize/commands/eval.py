@@ -145,13 +145,13 @@ def evaluate(
     if not teacher:
         named = f"; its linearize.json says {plan.source}" if plan else ""
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
-    from linearize_kernels.hf.seam import mixers_of
+    from linearize_kernels.hf.attention_hooks import mixers_of
 
     from ..data.batches import has_head
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
     from ..measure.embeddings import compare_embeddings
-    from ..measure.evaluate import check_finite, warn_of_chance
+    from ..measure.evaluate import check_finite, random_teacher_warning
     from ..measure.generate import load_any, with_tokenizer
     from ..terminal.tables import answers_table, comparison_table, embeddings_table, remarks
     from ..train.teacher import vocabulary_of
@@ -178,7 +178,7 @@ def evaluate(
         result |= compare(models[0], models[1], text, request)
         check_finite("the student", result["student_ppl"], result["kl"])
         comparison_table(result)
-        random = warn_of_chance(result["teacher_ppl"], vocabulary_of(theirs.model))
+        random = random_teacher_warning(result["teacher_ppl"], vocabulary_of(theirs.model))
         for warning in filter(None, (random, result["positions"]["warning"], *remarks(result))):
             say(warning)
     else:

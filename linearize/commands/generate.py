@@ -41,7 +41,7 @@ def generate(
 ) -> None:
     """Continue a text: print the prompt, then what the model writes, token by token."""
     with starting():
-        from linearize_kernels.hf.seam import NO_TEACHER, TRAINED
+        from linearize_kernels.hf.attention_hooks import NO_TEACHER, TRAINED
 
         from ..measure.generate import Sampling, check_request, generate, load
 

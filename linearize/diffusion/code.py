@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
 from ..checkpoint.flatten import flat_files, imported
@@ -95,7 +95,9 @@ def code_for(config: dict[str, Any], version: str = __version__, text: str | Non
         native, spec = config["_class_name"].removeprefix("Linearized"), config["linearize"]
         kinds = {layer["site"]["kind"] for layer in spec["layers"]}
         mechanisms = {layer["mechanism"] for layer in spec["layers"]}
-        layers = [(layer["mechanism"], Site.from_dict(layer["site"]), layer["options"]) for layer in spec["layers"]]
+        layers = [
+            (layer["mechanism"], AttentionSite.from_dict(layer["site"]), layer["options"]) for layer in spec["layers"]
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         raise LinearizeError(f"config.json has no plan of linearize's: {error!r}", Exit.INCOMPATIBLE) from error
     if text is None:

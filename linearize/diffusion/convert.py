@@ -20,7 +20,7 @@ from ..errors import Exit, LinearizeError
 from ..plan.plan import DIFFUSERS, Plan, some
 from ..plan.request import Request
 from ..probe.found import Found, Other
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..verify.child.latents import INPUTS
 from ..verify.reload import Level
 from .probe import Part, build, probe

@@ -32,7 +32,7 @@ from ..plan.plan import Plan
 from ..recipe.recipe import FREE, diff_resolved
 from ..terminal.output import counted
 from ..terminal.progress import progress
-from ..train.device import settled_precision, takes_cpu
+from ..train.device import resolve_precision, takes_cpu
 from ..train.runtime import PATIENCE
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
@@ -186,7 +186,7 @@ def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
 
 def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
     """Devices and precision, as the recipe says and `accelerate launch` set them up."""
-    precision = settled_precision(recipe.runtime.device, recipe.runtime.precision)
+    precision = resolve_precision(recipe.runtime.device, recipe.runtime.precision)
     AcceleratorState._reset_state(True)  # another run in this process may have had another precision
     waits = InitProcessGroupKwargs(timeout=PATIENCE)
     return Accelerator(mixed_precision=precision, cpu=takes_cpu(recipe.runtime.device), kwargs_handlers=[waits])
@@ -197,7 +197,7 @@ def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: s
     from .train import check_state, read_state
 
     check_base(recipe)
-    settled_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
+    resolve_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
     names = [stage.name for stage in recipe.stages]
     if only is not None and only not in names:
         raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}.{did_you_mean(only, names)}")
@@ -446,7 +446,7 @@ def card(text: str, report: dict[str, Any]) -> str:
     """The card of the conversion, with what training came to."""
     rows = zip(report["predictions"]["converted"], report["predictions"]["trained"], strict=True)
     table = "\n".join(f"| {was['level']:g} | {was['error']:.3f} | {now['error']:.3f} |" for was, now in rows)
-    told = f"""Distilled on {report["latents"]:,} latents.
+    note = f"""Distilled on {report["latents"]:,} latents.
 
 Error of predictions, |student - teacher| / |teacher|, by noise level (0: latents alone, 1: noise alone):
 
@@ -456,4 +456,4 @@ Error of predictions, |student - teacher| / |teacher|, by noise level (0: latent
 
 ![samples: above the student's, below the teacher's]({PICTURE})
 """
-    return text.replace(UNTRAINED, "See below for what it was trained to.") + "\n" + told
+    return text.replace(UNTRAINED, "See below for what it was trained to.") + "\n" + note

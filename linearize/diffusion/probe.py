@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from linearize_kernels.hf.diffusion import Processor
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 from ..checkpoint.source import Source
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, Step
 from ..probe.found import Found, Other
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..verify.child.latents import make_latents
 from .code import READERS, readers
 
@@ -123,7 +123,9 @@ def probe(part: Part) -> Found:
     return Found(tuple(sites), tuple(others), flat=flat)
 
 
-def _site(number: int, path: str, native: Any, recorder: Recorder, patches: str, size: tuple[int, ...]) -> Site:
+def _site(
+    number: int, path: str, native: Any, recorder: Recorder, patches: str, size: tuple[int, ...]
+) -> AttentionSite:
     ((q, k, v, x),) = recorder.seen
     if q.shape[1] != math.prod(size):
         raise LinearizeError(
@@ -131,7 +133,7 @@ def _site(number: int, path: str, native: Any, recorder: Recorder, patches: str,
             Exit.INCOMPATIBLE,
         )
     kind = type(native).__name__
-    return Site(
+    return AttentionSite(
         layer=number,
         path=path,
         kind=kind,

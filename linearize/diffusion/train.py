@@ -128,11 +128,14 @@ class Distiller:
             optimizer.load_state_dict(state["optimizer"])
             schedule.load_state_dict(state["schedule"])
         loss_of = self.transfer if stage.kind == "attention_transfer" else self.match
-        share = 1 / stage.batch.accumulate
+        share = 1 / stage.batch.gradient_accumulation_steps
         shown = progress(stage.name, stage.steps - start) if accelerator.is_main_process else nullcontext(silent)
         with caught((*END, signal.SIGINT), self.interrupt), shown as advance:
             for step in range(start, stage.steps):
-                loss = sum(loss_of(self.batch(number, step, part), share) for part in range(stage.batch.accumulate))
+                loss = sum(
+                    loss_of(self.batch(number, step, part), share)
+                    for part in range(stage.batch.gradient_accumulation_steps)
+                )
                 stopping = self.interrupted
                 if accelerator.num_processes > 1:
                     # All stop after the same step, whichever was told first.
@@ -141,7 +144,7 @@ class Distiller:
                     for parameter in parameters.values():
                         if parameter.grad is not None:
                             parameter.grad = accelerator.reduce(parameter.grad, "mean")
-                norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), settings.clip))
+                norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm))
                 if not torch.isfinite(torch.tensor([loss, norm])).all():
                     message = f"{stage.name}: the loss or its gradient is not finite at step {step + 1}. Lower the lr"
                     raise LinearizeError(message, Exit.CHECK_FAILED)

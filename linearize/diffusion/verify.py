@@ -24,11 +24,10 @@ from ..checkpoint.source import hub_kernel, read_header, read_json, unreadable
 from ..checkpoint.write import MANIFEST, no_hashes
 from ..errors import Exit, LinearizeError
 from ..plan.plan import Plan, some
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..verify import checks
 from ..verify.checks import Check
 from ..verify.child.latents import denoised, make_latents, parts_of
-from ..verify.limits import RELOADED, STRICT
 from ..verify.reload import (
     Level,
     clean_command,
@@ -40,6 +39,7 @@ from ..verify.reload import (
     scratch_folder,
     started,
 )
+from ..verify.tolerances import RELOADED, STRICT
 from .code import carried_files, code_for, readers
 from .probe import Part, own_steps
 from .write import INDEX_FILE, SHARDS
@@ -85,13 +85,13 @@ def verify(folder: Path, level: Level, plan: Plan, parts: list[Part]) -> str:
 
 def check_keys(folder: Path, shapes: dict[str, list[int]]) -> int:
     """A transformer's shards hold what its class has; returns how many tensors. Raises LinearizeError (exit 6)."""
-    wrong = unlike(folder, shapes)
+    wrong = shape_mismatches(folder, shapes)
     if wrong:
         raise LinearizeError(f"verification failed: {wrong[0]}", Exit.CHECK_FAILED)
     return sum(len(read_header(path)) for path in folder.glob("*.safetensors"))
 
 
-def unlike(folder: Path, shapes: dict[str, list[int]]) -> list[str]:
+def shape_mismatches(folder: Path, shapes: dict[str, list[int]]) -> list[str]:
     """In what a transformer's shards are not as its class has them."""
     headers = [read_header(path) for path in folder.glob("*.safetensors")]
     stored = {name: list(entry.shape) for header in headers for name, entry in header.items()}
@@ -234,6 +234,8 @@ def check_behaviours(folder: Path, limit: float) -> list[Check]:
         return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
 
     def wrong(found: dict[str, Any]) -> list[str]:
-        return [message for part, shapes in found["shapes"].items() for message in unlike(folder / part, shapes)]
+        return [
+            message for part, shapes in found["shapes"].items() for message in shape_mismatches(folder / part, shapes)
+        ]
 
     return checks.reload(CHECK, [str(folder.absolute()), "checks", str(limit)], wrong)

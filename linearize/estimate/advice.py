@@ -50,15 +50,18 @@ def changes(values: Values, cost: Cost) -> Iterator[Values]:
     if not values["runtime"]["gradient_checkpointing"] and cost.checkpointing:
         yield {"runtime.gradient_checkpointing": True}
     large = [(s, c) for s, c in zip(values["stages"], cost.stages, strict=True) if c in cost.too_large]
-    whole = [s["name"] for s, _ in large if s["kind"] == "logit_kl" and s["loss"]["tokens_at_once"] is None]
+    whole = [s["name"] for s, _ in large if s["kind"] == "logit_kl" and s["loss"]["chunk_size"] is None]
     if whole and cost.chunks:
-        yield {f"stages.{name}.loss.tokens_at_once": 1024 for name in whole}
+        yield {f"stages.{name}.loss.chunk_size": 1024 for name in whole}
     batches = {}
     for stage, of_stage in large:
         rows, blocks = of_stage.stage.batch.per_device, of_stage.stage.batch.blocks
         fewer = fitting_rows(of_stage, cost.device, rows - 1)
         if fewer < rows:
-            batches[f"stages.{stage['name']}.batch"] = {"per_device": fewer, "accumulate": blocks // fewer}
+            batches[f"stages.{stage['name']}.batch"] = {
+                "per_device": fewer,
+                "gradient_accumulation_steps": blocks // fewer,
+            }
     if batches:
         yield batches
     runtime = values["runtime"]
@@ -78,7 +81,7 @@ def changes(values: Values, cost: Cost) -> Iterator[Values]:
     adapters: Values = {}
     for stage in moved if cost.targets else ():
         adapters[f"stages.{stage['name']}.train"] = ["lora"]
-        adapters[f"stages.{stage['name']}.lora"] = {"r": 16, "alpha": 32.0, "target": list(cost.targets)}
+        adapters[f"stages.{stage['name']}.lora"] = {"r": 16, "alpha": 32.0, "target_modules": list(cost.targets)}
     if adapters:
         yield adapters
     length = values["data"]["pack"]["seq_len"]

@@ -36,7 +36,7 @@ def as_before(recipe: Recipe, record: Path) -> Recipe:
     return recipe.changed(values)
 
 
-def plainly(recipe: Recipe) -> Recipe:
+def without_auto(recipe: Recipe) -> Recipe:
     """All that is left open as it is without this file: the batch as given, and `full`; where FSDP2 shards weights once
     for all stages, `small` beside a `small` that is given."""
     values = recipe.resolved()
@@ -57,7 +57,7 @@ def choose(
     First the optimizer: `small` in a stage that asks for it and does not fit otherwise. Then, on a GPU, the rows of a
     micro batch, of the blocks of its step.
     """
-    plain = plainly(recipe)
+    plain = without_auto(recipe)
     cost, values = estimate(rehearse(plain), device), plain.resolved()
     open_stages = [stage.optimizer.memory == "auto" for stage in recipe.stages]
     changed = False
@@ -80,7 +80,7 @@ def choose(
         most = max(ENOUGH // tokens_per_sample(recipe.data_for(one.stage)), 1)
         rows = fitting_rows(one, device, min(blocks, most))
         if rows != given and blocks % rows == 0:
-            stage["batch"] = {"per_device": rows, "accumulate": blocks // rows}
+            stage["batch"] = {"per_device": rows, "gradient_accumulation_steps": blocks // rows}
             micro = counted(blocks // rows, "micro batch", "micro batches")
             say(f"{one.stage.name}: {counted(rows, 'block')} in a micro batch, {micro} in a step")
     return recipe.changed(values)

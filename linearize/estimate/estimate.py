@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 from ..data.batches import kind_of, limits, token_limit, tokens_per_sample
 from ..demo import BYTES
@@ -69,7 +69,10 @@ class StageCost:
             "lr": stage.optimizer.lr,
             "new_lr": stage.optimizer.new_lr,
             "optimizer_memory": stage.optimizer.memory,
-            "batch": {"per_device": stage.batch.per_device, "accumulate": stage.batch.accumulate},
+            "batch": {
+                "per_device": stage.batch.per_device,
+                "gradient_accumulation_steps": stage.batch.gradient_accumulation_steps,
+            },
             "teacher_copy_bytes": self.memory.teacher_copy,
             "memory": {**self.memory.parts, "total": self.memory.peak, "device": self.needs(device)},
             "host_bytes": self.memory.host,
@@ -180,7 +183,7 @@ def disk(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int | None = N
 def held_within(recipe: Recipe, cost: StageCost) -> int:
     """How many checkpoints within a stage lie there at a time, no more than it writes before its end: a new one is
     complete before the oldest one goes."""
-    most = recipe.checkpoint.keep + 1
+    most = recipe.checkpoint.save_total_limit + 1
     return most if cost.steps is None else min(most, max(cost.steps - 1, 0) // recipe.checkpoint.every_steps)
 
 

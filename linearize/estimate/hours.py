@@ -63,12 +63,12 @@ def step_seconds(stage: Stage, memory: Memory, device: Device, precision: str) -
     if device.kind == "cpu":
         kept = memory.parts["optimizer"]
         update = Work(0, OPTIMIZER_LAUNCHES * memory.tensors, OPTIMIZER_READS * kept)
-        return stage.batch.accumulate * micro + cpu_rates(torch.float32).seconds(update)
+        return stage.batch.gradient_accumulation_steps * micro + cpu_rates(torch.float32).seconds(update)
     if device.bandwidth is None:
         return None
     # The optimizer reads and writes weights and moments, and reads gradients.
     moved = sum(memory.parts[part] for part in ("masters", "gradients", "optimizer")) * 2
-    return stage.batch.accumulate * micro + moved / device.bandwidth
+    return stage.batch.gradient_accumulation_steps * micro + moved / device.bandwidth
 
 
 def evaluations(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> float | None:

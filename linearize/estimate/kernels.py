@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 from .tracker import Tracker
 

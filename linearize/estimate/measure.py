@@ -26,7 +26,7 @@ def measure_stages(rehearsal: Rehearsal, chosen: list[Stage]) -> list[dict[str, 
     """Of each chosen stage `tokens_per_s` of the second step, and `peak` bytes: of tensors on a GPU, of the process on
     a CPU; `reserved` is what the allocator had taken. The first step compiles kernels."""
     recipe, device = rehearsal.recipe, torch.device("cpu" if on_cpu(rehearsal.recipe) else "cuda")
-    passes = sum(STEPS * stage.batch.accumulate + 1 for stage in recipe.stages if stage in chosen)
+    passes = sum(STEPS * stage.batch.gradient_accumulation_steps + 1 for stage in recipe.stages if stage in chosen)
     with progress("measuring", 1 + passes) as advance:
         model = meta_model(
             rehearsal.folder, rehearsal.planned, rehearsal.dtype, recipe.model.trust_remote_code, str(device)
@@ -62,10 +62,10 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
     seconds = 0.0
     for _ in range(STEPS):
         began = time.perf_counter()
-        for _ in range(stage.batch.accumulate):
+        for _ in range(stage.batch.gradient_accumulation_steps):
             step.micro_batch(step.batch())
             advance(1)
-        torch.nn.utils.clip_grad_norm_(step.parameters, stage.optimizer.clip)
+        torch.nn.utils.clip_grad_norm_(step.parameters, stage.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         if gpu:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 from ..checkpoint.manifest import plan_in
 from ..data.logits import StoredLogits
@@ -24,8 +24,8 @@ from ..train.save import meta_model
 from ..train.small_adamw import fresh_state
 from ..train.student import Student, inject_lora, is_source
 from ..train.teacher import Named, find_teacher, give_teacher
-from .alike import Layers, Unlike, find_layers, rehearsed_once, whole
 from .kernels import as_on_gpu
+from .repeated_layers import Layers, LayersDiffer, find_layers, rehearsed_once, whole
 from .step import Step
 from .tracker import Tracker, Work, total
 
@@ -210,7 +210,7 @@ class Rehearsal:
             models = [model for model in (self.model, self.student.other) if model is not None]
             try:
                 found = self._count(step, models, find_layers(models))
-            except Unlike:
+            except LayersDiffer:
                 found = self._count(step, models, [])
         self._tell(self._left)
         state = self.student.state()
@@ -234,7 +234,7 @@ class Rehearsal:
     def _count(self, step: Step, models: list[Any], lists: list[Layers]) -> Counted:
         """What a step that is prepared holds and computes, with the layers of these lists that are alike run once.
 
-        Raises Unlike where they cannot be.
+        Raises LayersDiffer where they cannot be.
         """
         tracker = Tracker({getattr(model.config.get_text_config(), "vocab_size", 0) or 0 for model in models})
         step.host = FakeHost(tracker)
@@ -243,7 +243,7 @@ class Rehearsal:
                 kept = self._keep(tracker, step)
                 try:
                     return self._run(tracker, step, lists)
-                except Unlike:
+                except LayersDiffer:
                     raise
                 except Exception as error:  # code of many architectures, which may ask for values
                     if isinstance(error, LinearizeError):
@@ -300,7 +300,7 @@ class Rehearsal:
         trains = sum(p.numel() for n, p in self.student.named_parameters() if is_source(n) and p.requires_grad)
         gradients = 4 * max(layer, root) if trains else 0
         stage, heads = step.stage, 0
-        if stage.tokens_at_once:  # the head in one piece, its teacher's as well
+        if stage.chunk_size:  # the head in one piece, its teacher's as well
             own_teacher = stage.learns_logits and self.named is None
             heads = (1 + own_teacher) * sum(p.numel() for p in self.model.get_output_embeddings().parameters())
         return item * (root + 2 * layer + heads) + gradients
@@ -326,7 +326,7 @@ class Rehearsal:
         small = step.stage.optimizer.memory == "small"
         kept = [x for p in step.parameters for x in moments(p, small)]
         tracker.label(kept, "optimizer")
-        if step.stage.batch.accumulate > 1:  # from the second micro batch on they are there
+        if step.stage.batch.gradient_accumulation_steps > 1:  # from the second micro batch on they are there
             for parameter in step.parameters:
                 parameter.grad = torch.empty_like(parameter)
                 tracker.label([parameter.grad], "gradients")

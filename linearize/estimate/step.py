@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import Batch, has_head, kind_of
 from ..data.logits import StoredLogits, empty_rows

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from linearize_kernels.layers.softmax_heads import scores_told
+from linearize_kernels.layers.softmax_heads import score_options
 
 from ..errors import Exit, LinearizeError
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..verify.child.inputs import cache_of
 from .ring import ring_attention
 
@@ -108,7 +108,7 @@ class OneGraph(nn.Module):
         number = str(module.layer_idx)
         o, keys, values = self.attention(
             number, query, key, value, self.past[f"{number}_keys"], self.past[f"{number}_values"],
-            kwargs["scaling"], scores_told(kwargs),
+            kwargs["scaling"], score_options(kwargs),
         )  # fmt: skip
         self.present |= {f"{number}_keys": keys, f"{number}_values": values}
         return o.transpose(1, 2), None

@@ -24,7 +24,7 @@ from ..checkpoint.source import open_source
 from ..convert import separate
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..train.save import load_converted
-from ..verify.limits import NATIVE
+from ..verify.tolerances import NATIVE
 from . import granitemoehybrid, qwen3_5
 from .engines import Engine, compared, engines_for
 from .to_onnx import proof_rows, silent

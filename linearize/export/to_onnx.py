@@ -18,15 +18,15 @@ from torch import Tensor
 
 from ..checkpoint.atomic import check_output, output_folder
 from ..checkpoint.carried import carried_files, is_read
-from ..checkpoint.manifest import is_linearized, saved_again
+from ..checkpoint.manifest import is_linearized, plan_of_resaved
 from ..checkpoint.provenance import behind, check_code, open_config
 from ..checkpoint.source import open_source
 from ..convert import separate
 from ..errors import Exit, LinearizeError, os_error, reason_of
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..train.save import load_converted
 from ..verify.child.inputs import proof_length
-from ..verify.limits import ONNX
+from ..verify.tolerances import ONNX
 from .graph import EXPORTED, OneGraph, write
 
 FILE = "model.onnx"
@@ -63,7 +63,7 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
     version = behind(source.folder, plan)
     if version is not None:
         way = f"Bring it to this version first: linearize upgrade {model}"
-        if saved_again(source.folder):
+        if plan_of_resaved(source.folder):
             way = "transformers saved it without linearize.json: linearize finetune and push write it in this version"
         message = f"{model} has the code of linearize {version}. {way}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)

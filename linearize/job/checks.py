@@ -123,7 +123,7 @@ def check_room(job: Job) -> None:
         parts = ", ".join(f"{part} {size(count)}" for part, count in cost.disk.items())
         raise LinearizeError(
             f"the run needs {size(need)} in {parent} ({parts}), {size(free)} free. Make room, choose another "
-            "output_dir, or set checkpoint.keep=1",
+            "output_dir, or set checkpoint.save_total_limit=1",
             Exit.RESOURCE,
         )
 

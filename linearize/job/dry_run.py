@@ -21,10 +21,10 @@ from ..terminal.progress import progress
 from ..terminal.tables import chosen_options
 from ..train.runs import processes
 from ..train.runtime import Say, check_divided
-from ..train.session import doubts
+from ..train.session import stage_notes
 from ..train.teacher import teacher_line
 from .checks import check, check_packages, check_text
-from .notes import data_of, loaded_otherwise, not_held_out, note_of_run, out_of_reach, say_rounding
+from .notes import data_of, loaded_otherwise, not_held_out, note_of_run, say_rounding, unreachable_data_note
 from .resolve import resolve
 from .source import base_path
 
@@ -58,7 +58,7 @@ def dry_run(
         with progress("estimate", Rehearsal.PLANNED + Rehearsal.parts(recipe)) as advance:
             planned, folder, _ = job.base
             advance(Rehearsal.PLANNED)
-            job.settle()
+            job.resolve_auto()
             recipe = job.recipe
             if sharded():
                 check_divided(recipe, zero=sharded("DEEPSPEED"))
@@ -66,7 +66,7 @@ def dry_run(
             check(job, rehearsal.model)
             if resume is not None:
                 check_text(recipe, check_first_rows)
-                if note := out_of_reach(recipe):
+                if note := unreachable_data_note(recipe):
                     say(note)
             named = job.teacher
             if folder is not None and (note := trained_before(folder, named.name if named else None)):
@@ -74,7 +74,7 @@ def dry_run(
             cost = job.cost(rehearsal)
             cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
             samples = [(one.stage, one.stage.batch.blocks * processes()) for one in cost.stages]
-            for note in (*doubts(rehearsal.model, recipe, samples), *not_held_out(recipe)):
+            for note in (*stage_notes(rehearsal.model, recipe, samples), *not_held_out(recipe)):
                 say(note)
             if planned is not None:
                 if note := slower(*planned):

@@ -27,7 +27,7 @@ from ..train.progress import pace
 from ..train.runs import START_OVER, Position, Run, converted_from, processes, read_position
 from ..train.runtime import Say, stage_steps
 from .checks import check_order
-from .resolve import as_begun
+from .resolve import as_resumed
 
 
 def next_commands(recipe: Recipe) -> str:
@@ -48,7 +48,7 @@ def next_commands(recipe: Recipe) -> str:
     return "; ".join(shlex.join(["linearize", *map(str, words), *trust]) for words in commands)
 
 
-def what_is_left(recipe: Recipe, run: Run, position: Position) -> str:
+def resume_note(recipe: Recipe, run: Run, position: Position) -> str:
     """What a run that goes on says first: from which step, and how long all stages will take, by the last rate."""
     left, message = 0, f"{run.folder} goes on after step {position.step} of {recipe.stages[position.stage].name}"
     equal = 0.0  # tokens of the stage that has a rate
@@ -74,7 +74,7 @@ def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | 
     """What a real run would do with the run that its folder has already: refuse it, by the checks of `finetune`, leave
     it as it is, go on with it or start it over. Empty where there is none."""
     try:
-        run = Run(as_begun(recipe, resume), resume, max_steps)
+        run = Run(as_resumed(recipe, resume), resume, max_steps)
         if not run.record.exists():
             return ""
         if run.finished:
@@ -84,7 +84,7 @@ def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | 
             return f"note: {run.folder} has a run already, and a real run with `--resume never` starts it over"
         if run.resume_from is None:
             return f"note: {run.folder} has a run without a checkpoint, and a real run begins its training again"
-        left = what_is_left(run.recipe, run, read_position(run.resume_from))
+        left = resume_note(run.recipe, run, read_position(run.resume_from))
         return f"note: a real run continues this one: {left}. {START_OVER}"
     except LinearizeError as error:
         return f"note: a real run in {recipe.output_dir} is refused: {error.message}"
@@ -125,7 +125,7 @@ def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
     }
 
 
-def out_of_reach(recipe: Recipe) -> str:
+def unreachable_data_note(recipe: Recipe) -> str:
     """A note where the Hub gives no answer about a dataset of the recipe, which a real run would then have to find in
     its cache; else empty."""
     from huggingface_hub import constants

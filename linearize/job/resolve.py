@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.source import Source
 from ..errors import Exit, LinearizeError, reason_of, resource_error, undamaged
-from ..estimate.choose import as_before, choose, is_open, plainly
+from ..estimate.choose import as_before, choose, is_open, without_auto
 from ..estimate.estimate import Cost, estimate
 from ..estimate.gpus import Device, card, present
 from ..estimate.memory import Rehearsal
@@ -145,12 +145,12 @@ class Job:
 
     # ------------------------------------------------------------ decided once
 
-    def settle(self) -> None:
+    def resolve_auto(self) -> None:
         """Choose what the recipe leaves to the device; for a small model as it is given, without a rehearsal."""
         if not is_open(self.recipe):
             return
         if self.device.kind == "cpu" and self.is_small:
-            self.recipe = plainly(self.recipe)
+            self.recipe = without_auto(self.recipe)
         else:
             # At most: a second rehearsal follows where an optimizer had to become smaller.
             automatic = any(stage.optimizer.memory == "auto" for stage in self.recipe.stages)
@@ -180,15 +180,15 @@ def resolve(
     check_apart(recipe, {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)})
     run = None
     if resume is not None:
-        recipe = as_begun(recipe, resume)
+        recipe = as_resumed(recipe, resume)
         run = Run(recipe, resume, max_steps)
     if int(os.environ.get("RANK", "0")):
-        say = no_one
+        say = say_nothing
     with contextlib.ExitStack() as held:
         yield Job(recipe, held, run=run, only=only, max_steps=max_steps, gpu=gpu, say=say)
 
 
-def as_begun(recipe: Recipe, resume: str) -> Recipe:
+def as_resumed(recipe: Recipe, resume: str) -> Recipe:
     """The recipe with all that it leaves to the device as the run that it continues chose it; as it is without one."""
     record = Path(recipe.output_dir) / "run.json"
     if not is_open(recipe) or not record.exists() or resume == "never":
@@ -197,5 +197,5 @@ def as_begun(recipe: Recipe, resume: str) -> Recipe:
         return as_before(recipe, record)
 
 
-def no_one(text: str) -> None:
+def say_nothing(text: str) -> None:
     """A `say` that is silent."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import scratch_beside
-from ..checkpoint.manifest import read_plan, saved_again
+from ..checkpoint.manifest import plan_of_resaved, read_plan
 from ..checkpoint.source import Source, open_source
 from ..choose.choose import Scoring, choosers
 from ..convert import plan_conversion
@@ -48,7 +48,7 @@ def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool =
     Raises LinearizeError (exit 3) for a base that linearize did not write.
     """
     source = open_source(base_path(recipe), commit or recipe.model.revision, weights=weights)
-    if saved_again(source.folder) is None:
+    if plan_of_resaved(source.folder) is None:
         read_plan(source.folder)
     return source
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..checkpoint.adopt import adopt
-from ..checkpoint.manifest import saved_again
+from ..checkpoint.manifest import plan_of_resaved
 from ..checkpoint.provenance import behind, check_code
 from ..checkpoint.source import Source
 from ..checkpoint.upgrade import plan_upgrade, upgrade
@@ -63,7 +63,7 @@ def converted_before(job: Job) -> Source:
     assert source is not None
     if source.revision is not None:
         source = converted_base(recipe, source.revision)
-    if saved_again(source.folder) is not None and not run.has_converted:
+    if plan_of_resaved(source.folder) is not None and not run.has_converted:
         begin(job, None, source.revision)
         adopt(source.folder, run.converted, trust_remote_code=job.trust)
         run.note_base(run.converted)

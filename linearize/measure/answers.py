@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import (
     check_source,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import check_there, collate, targets
 from ..data.cache_key import fingerprint
@@ -31,7 +31,7 @@ from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import cache_of, most_tokens
 from .evaluate import check_finite, sample_count
-from .freely import beginnings, freely, steps_of
+from .free_generation import beginnings, free_generation, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
 from .recall import Row, Writer, rows_of, score
@@ -123,7 +123,7 @@ def compare(
     source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
     result |= {"text": str(source), "seq_len": recipe.data.pack.seq_len}
     result |= {"positions": far(student, teacher, source, recipe, request)}
-    generated = by_themselves(student, teacher, source, request, not earlier) if request.generate else None
+    generated = compare_generations(student, teacher, source, request, not earlier) if request.generate else None
     if earlier:
         alone = [pair for task in TASKS for pair in zip(result[task], earlier[task], strict=True)]
         for ours, before in [*alone, (generated, earlier["generated"])] if generated else alone:
@@ -131,7 +131,7 @@ def compare(
     return {**result, "generated": generated}
 
 
-def by_themselves(
+def compare_generations(
     student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest, both: bool = True
 ) -> dict[str, Any]:
     """What the student, and with `both` the teacher, writes after the beginnings of documents, and in lists of pairs at
@@ -144,7 +144,7 @@ def by_themselves(
     with progress("texts of their own", len(writers) * steps_of(prompts, rows)) as advance:
         for who, loaded in writers.items():
             with evaluating(loaded.model):
-                found[who] = freely(loaded.model, tokenizer, prompts, rows, advance)
+                found[who] = free_generation(loaded.model, tokenizer, prompts, rows, advance)
     return found
 
 

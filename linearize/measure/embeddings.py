@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..checkpoint.carried import modules_of
 from ..data.batches import check_source, kind_of, open_processor, run

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import Batch, Samples, blank, collate, is_dense, is_numbers, real_tokens, targets
 from ..data.logits import INDICES, TARGET
@@ -38,7 +38,7 @@ def check_finite(who: str, *figures: float | None) -> None:
         )
 
 
-def warn_of_chance(ppl: float, words: int) -> str:
+def random_teacher_warning(ppl: float, words: int) -> str:
     """A warning about a teacher whose perplexity is near that of guessing among the `words` of its vocabulary. It is
     empty for any other teacher."""
     if ppl < CHANCE * words:

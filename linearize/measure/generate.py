@@ -20,7 +20,7 @@ from ..checkpoint.write import meta_pickle
 from ..convert import load_config
 from ..data.cache_key import PROBE
 from ..errors import Exit, LinearizeError, did_you_mean, os_error, reason_of
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..train.save import load_converted, load_whole
 from ..verify.child.inputs import most_tokens, writes_text
 

@@ -19,7 +19,7 @@ from ..plan.plan import Plan
 from ..recipe.data import LOCAL, rooted
 from ..recipe.recipe import portable
 from ..terminal.output import counted, nats, percent, ranges, size
-from ..terminal.tables import short, unfound
+from ..terminal.tables import empty_tasks, short
 from . import html
 from .charts import Axis, Series, binary, lines
 from .drawing import SERIES, Drawing
@@ -253,7 +253,7 @@ def notes_below(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) ->
             text = str(run.evaluation.get("data") or run.evaluation.get("text") or "other data")
             named = ", ".join(str(portable(name)) for name in text.split(", "))
             found.append(f"same prediction of {label} is that of linearize eval, on {read}{named}")
-    nothing = [label for run, label in students if "needle" in unfound(run.evaluation)]
+    nothing = [label for run, label in students if "needle" in empty_tasks(run.evaluation)]
     if nothing:
         found.append(f"needles of {', '.join(nothing)} compare nothing: the teacher itself finds 0 %")
     return found

@@ -22,12 +22,12 @@ from ..terminal.tables import (
     asked_rows,
     attention,
     chosen_options,
+    empty_tasks,
+    empty_tasks_note,
     evaluation_figures,
     note_below,
-    note_of_nothing,
     row_name,
     short,
-    unfound,
     written_dtypes,
 )
 from ..train.runs import converted_from, is_evaluation
@@ -56,10 +56,10 @@ def loss_of(kind: str, run: RunRecord) -> str:
     """What the loss of a kind of stage is, in words."""
     if kind == "logit_kl" and run.curve("eval_error"):
         return "squared error relative to the teacher's own square"
-    return LOSSES.get(kind, "loss").replace("nats a token", nats_each(run))
+    return LOSSES.get(kind, "loss").replace("nats a token", divergence_unit(run))
 
 
-def nats_each(run: RunRecord) -> str:
+def divergence_unit(run: RunRecord) -> str:
     """The unit of a divergence, by what a run compares."""
     if run.curve("eval_agreement"):
         return "nats a patch or pixel"
@@ -169,7 +169,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         beside = "" if ratio is None else f" (teacher {run.teacher_ppl:.4g})"
         own += [] if ratio is None else [(times(ratio, 1.0), "perplexity over the teacher's")]
         own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
-    own += [(nats(kl), f"KL from the teacher, {nats_each(run)}") for _, kl in run.curve("eval_kl")[-1:]]
+    own += [(nats(kl), f"KL from the teacher, {divergence_unit(run)}") for _, kl in run.curve("eval_kl")[-1:]]
     own.append((short(run.tokens), f"training {run.unit}"))
     if run.plan is not None and run.plan.cache_bytes(1)["source"]:
         cache = run.plan.cache_bytes(32768)
@@ -286,7 +286,7 @@ def draw_training(run: RunRecord) -> Drawing:
         drawings.append(lines("Held-out perplexity", marked, x, Axis("perplexity", wide)))
     if distances:
         series = [Series("student", distances, "blue", dots=True)]
-        drawings.append(lines("Held-out KL from the teacher", series, x, Axis(nats_each(run)), height=210))
+        drawings.append(lines("Held-out KL from the teacher", series, x, Axis(divergence_unit(run)), height=210))
     for stage in run.stages:
         series = []
         curves = {key: points for key in ("loss", *TERMS) if (points := run.curve(key, stage["name"]))}
@@ -428,8 +428,8 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
         "A needle is a pair of words within ordinary text, asked for at the end. Columns are lengths of the text in "
         "tokens, rows are depths: 0 % is the beginning."
     )
-    if "needle" in unfound(run.evaluation):
-        words += f" Note: {note_of_nothing(run.evaluation)}."
+    if "needle" in empty_tasks(run.evaluation):
+        words += f" Note: {empty_tasks_note(run.evaluation)}."
     lists = "Recall asks for the second words of a list of pairs by the first. By linearize eval, student and teacher:"
     columns = {"": "text", "student": "number", "teacher": "number"}
     asked = html.table(columns, asked_rows(run.evaluation or {}))

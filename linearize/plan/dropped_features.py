@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..terminal.output import layers_named, ranges
@@ -60,7 +60,7 @@ KNOWN = {
 }
 
 
-def dropped_features(sites: Iterable[Site]) -> dict[DroppedFeature, list[int]]:
+def dropped_features(sites: Iterable[AttentionSite]) -> dict[DroppedFeature, list[int]]:
     """What making these sites linear drops, and at which layers."""
     found: dict[DroppedFeature, list[int]] = {}
     for site in sites:
@@ -70,7 +70,7 @@ def dropped_features(sites: Iterable[Site]) -> dict[DroppedFeature, list[int]]:
     return found
 
 
-def check_dropped_features(sites: Iterable[Site], allowed: Iterable[str]) -> None:
+def check_dropped_features(sites: Iterable[AttentionSite], allowed: Iterable[str]) -> None:
     """Raise LinearizeError: exit 3 for a dropped feature that needs consent and has none, 2 for consent to one
     that is not dropped."""
     found = dropped_features(sites)

@@ -13,7 +13,7 @@ from ..terminal.output import layers_named
 from .keep import UNSCORED, Choice, auto_count
 
 if TYPE_CHECKING:  # tables of commands that need no torch name heads
-    from linearize_kernels.mixer import Site
+    from linearize_kernels.mixer import AttentionSite
 
     from ..probe.found import Found
 
@@ -45,7 +45,7 @@ def parse_groups(text: str) -> list[Group]:
     return sorted(groups)
 
 
-def keep_heads(text: str, sites: Sequence[Site], found: Found, model: str) -> list[Site]:
+def keep_heads(text: str, sites: Sequence[AttentionSite], found: Found, model: str) -> list[AttentionSite]:
     """`sites`, those that become linear in `model`, each with its heads that keep softmax.
 
     Raises LinearizeError: 2 for a layer that does not become linear, a head that is not there and all heads of a
@@ -79,7 +79,7 @@ def keep_heads(text: str, sites: Sequence[Site], found: Found, model: str) -> li
     return [by_layer[site.layer] for site in sites]
 
 
-def obstacle(site: Site, found: Found) -> str:
+def obstacle(site: AttentionSite, found: Found) -> str:
     """Why heads of a site cannot keep softmax beside its mechanism, behind their name; empty where they can.
 
     Heads that are kept know the sliding window, soft cap and sinks that transformers hands to attention functions.
@@ -96,7 +96,7 @@ def obstacle(site: Site, found: Found) -> str:
     return ""
 
 
-def heads_available(sites: Iterable[Site], found: Found) -> list[Group]:
+def heads_available(sites: Iterable[AttentionSite], found: Found) -> list[Group]:
     """The groups that `--keep-heads auto` chooses among: those of layers in which heads can keep softmax.
 
     A layer with one key head has none: all of its heads, or none, keep softmax.

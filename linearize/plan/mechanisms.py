@@ -250,10 +250,10 @@ def describe(name: str) -> dict[str, Any]:
     """
     import torch
 
-    from linearize_kernels.mixer import Site
+    from linearize_kernels.mixer import AttentionSite
 
     mixer = load_mechanism(name)
-    site = Site(**EXAMPLE, causal=mixer.causal)
+    site = AttentionSite(**EXAMPLE, causal=mixer.causal)
     with torch.device("meta"):
         built = build_mixer(name, site, resolve_options(name, {}))
     return {

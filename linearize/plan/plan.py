@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from linearize_kernels.layers.rotary import settled
-from linearize_kernels.mixer import Site
+from linearize_kernels.layers.rotary import resolve_rope
+from linearize_kernels.mixer import AttentionSite
 
 from ..errors import Exit, LinearizeError
 from ..probe.found import Found, Other
@@ -31,7 +31,7 @@ RENAMED_FIELDS = {"held": "cached_tokens"}
 class Step:
     """One attention module becomes linear."""
 
-    site: Site
+    site: AttentionSite
     mechanism: str
     options: dict[str, Any]
     new_parameters: int
@@ -78,7 +78,7 @@ class Plan:
     cast: bool
     pickled: bool
     steps: tuple[Step, ...]
-    kept: tuple[Site, ...]
+    kept: tuple[AttentionSite, ...]
     source_bytes: int
     needed_bytes: int
     # Fields that were added since the first plans have defaults, for folders of before.
@@ -90,7 +90,7 @@ class Plan:
     heads_choice: Choice | None = None  # where it chose the heads of linear layers that keep softmax
     window_choice: WindowChoice | None = None  # where it measured which kept layers may have a window
     source_dtype: str = ""  # as the source's weights were stored; empty in plans of earlier versions
-    again: tuple[Pass, ...] = ()  # conversions of the result, the last one last; `source` stays the first one's
+    reconversions: tuple[Pass, ...] = ()  # conversions of the result, the last one last; `source` stays the first one's
 
     @property
     def rounding(self) -> str:
@@ -165,7 +165,7 @@ class Plan:
         """Decode memory per sequence after `tokens` tokens: of the source, and of the converted model."""
         item = item_bytes(self.dtype)
 
-        def kv(site: Site, heads: int) -> int:
+        def kv(site: AttentionSite, heads: int) -> int:
             row = heads * (site.key_dim + site.value_dim) * item * site.causal
             return min(tokens, self.cached_tokens.get(site.path, tokens)) * row
 
@@ -195,10 +195,10 @@ class Plan:
         """The inverse of `to_json`; what a plan of an earlier version does not say has its default."""
         data = {RENAMED_FIELDS.get(name, name): value for name, value in data.items()}
         fields = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
-        fields["steps"] = tuple(Step(**{**s, "site": Site.from_dict(s["site"])}) for s in data["steps"])
-        fields["kept"] = tuple(Site.from_dict(s) for s in data["kept"])
+        fields["steps"] = tuple(Step(**{**s, "site": AttentionSite.from_dict(s["site"])}) for s in data["steps"])
+        fields["kept"] = tuple(AttentionSite.from_dict(s) for s in data["kept"])
         fields["others"] = tuple(data.get("others", ()))
-        fields["again"] = tuple(Pass.from_json(one) for one in data.get("again", ()))
+        fields["reconversions"] = tuple(Pass.from_json(one) for one in data.get("reconversions", ()))
         for name in ("choice", "heads_choice"):
             fields[name] = Choice.from_json(data[name]) if data.get(name) else None
         windows = data.get("window_choice")
@@ -213,7 +213,7 @@ def item_bytes(dtype: str) -> int:
 
 def choose_layers(
     found: Found, layers: str, keep_softmax: str, model: str = "the model"
-) -> tuple[list[Site], list[Site]]:
+) -> tuple[list[AttentionSite], list[AttentionSite]]:
     """Split sites of `model` into (to convert, to keep), from `all`, `0-3,7` or `every:2`, and the layers to leave:
     `0-3,7` or `every:4`.
 
@@ -306,18 +306,18 @@ def grouped(others: tuple[Other, ...]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def settle_rotation(found: Found, steps: tuple[Step, ...], beside: bool = False) -> tuple[Step, ...]:
+def resolve_rotation(found: Found, steps: tuple[Step, ...], beside: bool = False) -> tuple[Step, ...]:
     """The steps with what `rope=auto` stands for: behind the feature map only where attention is given a rotation that
     can be moved there, and no softmax is `beside` all mixers."""
-    settled_steps = []
+    resolved = []
     for step in steps:
         if step.options.get("rope") == "auto":
             # What needs q and k rotated.
             exact = beside or step.options.get("window", 0) or len(step.site.softmax_groups)
-            place = settled("auto", exact) if step.site.path in found.rotated else "before"
+            place = resolve_rope("auto", exact) if step.site.path in found.rotated else "before"
             step = dataclasses.replace(step, options={**step.options, "rope": place})
-        settled_steps.append(step)
-    return tuple(settled_steps)
+        resolved.append(step)
+    return tuple(resolved)
 
 
 def rotation_asked(step: Step) -> tuple[Any, str]:
@@ -365,11 +365,11 @@ def fitting(found: Found, mechanism: str, model: str) -> Found:
 
     Raises LinearizeError (exit 3) when it fits no site, naming the mechanisms that do.
     """
-    reasons = [(site, misfit(site, mechanism)) for site in found.sites]
+    reasons = [(site, mismatch(site, mechanism)) for site in found.sites]
     unfit = tuple(Other(site.layer, site.path, site.kind, reason) for site, reason in reasons if reason)
     sites = tuple(site for site, reason in reasons if not reason)
     if not sites:
-        others = [name for name in mechanism_names() if any(not misfit(site, name) for site in found.sites)]
+        others = [name for name in mechanism_names() if any(not mismatch(site, name) for site in found.sites)]
         instead = f"Choose {' or '.join(others)}" if others else "No mechanism fits"
         site = unfit[0]
         raise LinearizeError(f"--to {mechanism}: {model} has no place for it: {site.path} {site.reason}. {instead}",
@@ -377,7 +377,7 @@ def fitting(found: Found, mechanism: str, model: str) -> Found:
     return dataclasses.replace(found, sites=sites, others=(*found.others, *unfit))
 
 
-def misfit(site: Site, mechanism: str) -> str | None:
+def mismatch(site: AttentionSite, mechanism: str) -> str | None:
     """Why a mechanism does not fit a site, after the name of the site; None where it does."""
     mixer_class = load_mechanism(mechanism)
     if not (mixer_class.causal if site.causal else mixer_class.bidirectional):
@@ -386,7 +386,7 @@ def misfit(site: Site, mechanism: str) -> str | None:
     return obstacle and f"does not fit {mechanism!r}: {obstacle}"
 
 
-def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: int = 4) -> tuple[Step, ...]:
+def make_steps(sites: list[AttentionSite], mechanism: str, given: dict[str, Any], item: int = 4) -> tuple[Step, ...]:
     """A step per site of a model whose activations have `item` bytes.
 
     `sr` among the options is for attention that reduces its keys: `keep` them so, or `drop` the reduction. An option
@@ -404,7 +404,7 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
         resolve_options(mechanism, {**own_options(given, {}, None), name.partition("@")[0]: value})
     for site in sites:
         options = resolve_options(mechanism, own_options(given, owners, site.layer), site)
-        reason = misfit(site, mechanism)
+        reason = mismatch(site, mechanism)
         if reason:
             raise LinearizeError(f"{site.path} {reason}", Exit.INCOMPATIBLE)
         if site.reduction:
@@ -418,7 +418,7 @@ def make_steps(sites: list[Site], mechanism: str, given: dict[str, Any], item: i
     return tuple(steps)
 
 
-def local_steps(kept: list[Site], window: KeptWindow, found: Found, item: int = 4) -> tuple[Step, ...]:
+def local_steps(kept: list[AttentionSite], window: KeptWindow, found: Found, item: int = 4) -> tuple[Step, ...]:
     """Steps for those of the `kept` sites that may have the `window`: softmax over the last tokens and the first ones.
     A site whose own window bounds its cache already gets none.
 
@@ -440,13 +440,13 @@ def local_steps(kept: list[Site], window: KeptWindow, found: Found, item: int = 
         raise LinearizeError(f"{asked}: the layers that keep softmax have windows of their own. Leave it out")
     for site in local:
         more = ", ".join(site.extras)
-        reason = f"gives its softmax {more}, which the window would ignore" if more else misfit(site, LOCAL)
+        reason = f"gives its softmax {more}, which the window would ignore" if more else mismatch(site, LOCAL)
         if reason:
             raise LinearizeError(f"{asked}: {site.path} {reason}. Leave it out", Exit.INCOMPATIBLE)
     return make_steps(local, LOCAL, {"window": window.tokens, "sink": SINK}, item)
 
 
-def own_layers(name: str, sites: list[Site]) -> set[int]:
+def own_layers(name: str, sites: list[AttentionSite]) -> set[int]:
     """The layers among those of `sites` that an option is for: all, or those of `rows@0-3,7`.
 
     Raises LinearizeError (exit 2) for layers that it does not name, or that are not there.
@@ -471,7 +471,7 @@ def own_options(given: dict[str, Any], owners: dict[str, set[int]], layer: int |
     return common | own
 
 
-def reduced(sr: str | None, site: Site, mechanism: str, square: bool) -> str:
+def reduced(sr: str | None, site: AttentionSite, mechanism: str, square: bool) -> str:
     """`keep` or `drop`: what becomes of a site's reduction of keys. `square`: the mechanism needs a key per query."""
     if sr == "keep" and square:
         raise LinearizeError(

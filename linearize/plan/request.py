@@ -24,7 +24,7 @@ from .plan import (
     item_bytes,
     local_steps,
     make_steps,
-    settle_rotation,
+    resolve_rotation,
 )
 
 
@@ -102,7 +102,7 @@ class Request:
         chosen = keep_heads(self.keep_heads, chosen, found, source.name)
         target = stored if self.dtype == "keep" else self.dtype
         steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
-        steps = settle_rotation(found, steps, scored)
+        steps = resolve_rotation(found, steps, scored)
         check_rotation(found, steps)
         check_idle(found, steps, self.options or {})
         window = self.window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Found:
     many tokens the cache holds of sites that forget the others, by path.
     """
 
-    sites: tuple[Site, ...]
+    sites: tuple[AttentionSite, ...]
     others: tuple[Other, ...]
     reads_masks: bool = False
     fixed_rotation: tuple[str, ...] = ()

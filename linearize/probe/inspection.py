@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 from ..checkpoint.manifest import plan_in
 from ..checkpoint.source import open_source
@@ -88,7 +88,7 @@ def inspect_model(
     return Inspection(source.name, head.__name__, config.model_type, found, tuple(fits))
 
 
-def _fit(mechanism: str, sites: tuple[Site, ...]) -> Fit:
+def _fit(mechanism: str, sites: tuple[AttentionSite, ...]) -> Fit:
     """Whether a step of a plan can be made for each site: the same question that `convert` asks."""
     layers, obstacles = [], []
     for site in sites:

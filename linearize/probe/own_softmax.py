@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from linearize_kernels.hf.capture import Capture, Scores, scores_of
 
-from .token_grid import Follow, looks_back
+from .token_grid import PatchTracer, looks_back
 
 # Arguments of an attention module that mean a bias on its scores even when the model merges it into the mask.
 BIASES = {"alibi", "position_bias"}
 
 
-def softmax_calls(model: PreTrainedModel, inputs: dict[str, Tensor], follow: Follow) -> list[dict[str, Any]]:
+def softmax_calls(model: PreTrainedModel, inputs: dict[str, Tensor], follow: PatchTracer) -> list[dict[str, Any]]:
     """One forward of a model on the meta device: a record for each softmax attention that a module computes itself.
 
     `follow` is on, and knows where tokens lie.
@@ -71,7 +71,9 @@ class Watch(Capture):
 
     kind = Seen
 
-    def __init__(self, model: PreTrainedModel, running: list[tuple[nn.Module, dict[str, Any]]], follow: Follow) -> None:
+    def __init__(
+        self, model: PreTrainedModel, running: list[tuple[nn.Module, dict[str, Any]]], follow: PatchTracer
+    ) -> None:
         super().__init__(self.record, (0, 0), compute=True)
         self.model, self.running, self.follow = model, running, follow
         self.records: list[dict[str, Any]] = []

@@ -16,14 +16,14 @@ import transformers
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from linearize_kernels.hf.attention_hooks import rotates
 from linearize_kernels.hf.capture import OtherForm
-from linearize_kernels.hf.seam import rotates
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 from ..errors import Exit, LinearizeError, reason_of
 from ..terminal.output import ranges
 from .found import Found, Other
-from .meta_run import PROBE, Run, interface_calls, own_softmax, quiet, slots_read
+from .trace import PROBE, Run, interface_calls, own_softmax, quiet, slots_read
 
 # Words in the class names of modules that mix tokens, and what is said of one that ran outside the interface.
 MIXING = ("Attention", "Attn", "Mixer", "Mamba", "SSM", "DeltaNet", "ShortConv", "Recurrent", "LSTM", "Retention")
@@ -84,7 +84,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     flat = tuple(record["path"] for record in run.records if record.pop("flat"))
     calls -= _shared(run.records)
     sharing = _sharing(run)
-    sites: list[Site] = []
+    sites: list[AttentionSite] = []
     unfit: list[Other] = []
     for number, record in enumerate(run.records):
         site, reason = _site(number, record, calls, slots, config.is_encoder_decoder)
@@ -205,7 +205,7 @@ def _mixes(module: nn.Module) -> bool:
 
 def _site(
     number: int, record: dict[str, Any], calls: Counter[str], slots: list[Any], two_sided: bool
-) -> tuple[Site, str | None]:
+) -> tuple[AttentionSite, str | None]:
     """The site of a recorded call, and what keeps it from becoming linear (None: nothing).
 
     `two_sided`: the model is an encoder and a decoder.
@@ -228,7 +228,7 @@ def _site(
     slot = type(slots[layer]).__name__ if layer < len(slots) else ""
     if obstacle is None and record["causal"] and slot not in ("", *PLAIN_SLOTS):
         obstacle = f"uses a cache layer of type {slot}, which also holds data that a linear state cannot replace"
-    return Site(layer=layer, kind=type(module).__name__, **record), obstacle
+    return AttentionSite(layer=layer, kind=type(module).__name__, **record), obstacle
 
 
 def _shared(records: list[dict[str, Any]]) -> Counter[str]:

@@ -36,7 +36,7 @@ class Patches:
         return math.prod(self.size)
 
 
-class Follow(TorchFunctionMode):
+class PatchTracer(TorchFunctionMode):
     """Follows patches, within, from their convolution to the attention modules. `inputs` are those of the model."""
 
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
@@ -78,7 +78,7 @@ class Follow(TorchFunctionMode):
                 return
 
     def place(self, shape: tuple[int, ...], module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a Site for a module that is called with the arguments `given` on x of `shape` [B,T,..], and
+        """The fields of an AttentionSite for a module that is called with the arguments `given` on x of `shape` [B,T,..], and
         `flat`: whether its tokens lie on a grid of rows and columns alone."""
         if self.images is None:
             return LINE

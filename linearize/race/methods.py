@@ -22,7 +22,7 @@ SHARE = "auto:25%"  # of the layers keep softmax in a hybrid, unless the common 
 WINDOW = 64  # last tokens that LoLCATs' layer sees exactly
 RADLADS = (100, 500, 100)  # millions of tokens of its three steps
 LONGER = (8, 4, 2)  # times the length of blocks in its third step; radlads-style has 4,096 after 512
-ADAM: Values = {"weight_decay": 0.0, "betas": [0.9, 0.999], "clip": 1.0}  # LoLCATs'
+ADAM: Values = {"weight_decay": 0.0, "betas": [0.9, 0.999], "max_grad_norm": 1.0}  # LoLCATs'
 NEW: Values = {"train": ["new"], "lora": None}  # the mechanism's own parameters alone
 
 
@@ -122,7 +122,7 @@ def lolcats(common: Common) -> list[Part]:
         common,
         second,
         train=["lora"],
-        lora={"r": 8, "alpha": 16.0, "target": list(common.targets)},
+        lora={"r": 8, "alpha": 16.0, "target_modules": list(common.targets)},
         schedule=constant,
         optimizer={"lr": 1e-4, **ADAM},
     )
@@ -138,13 +138,13 @@ def on_text(common: Common, steps: int, **changes: Any) -> Values:
 def three_steps(common: Common) -> list[Values]:
     """RADLADS' stages: alignment, logit KL, and text of a longer context with as many tokens a step."""
     align, distil, extend = divided(common.steps, RADLADS)
-    loss = {"kl": 1.0, "ce": 0.0, "temperature": 1.0, "tokens_at_once": None}
+    loss = {"kl": 1.0, "ce": 0.0, "temperature": 1.0, "chunk_size": None}
     second = common.recipe.stages[1]
     length, batch = common.recipe.data_for(second).pack.seq_len, second.batch
     for times in LONGER:
         if batch.blocks % times == 0 and (common.longest is None or times * length <= common.longest):
             rows = batch.per_device // times if batch.per_device % times == 0 else 1
-            batch_then = {"per_device": rows, "accumulate": batch.blocks // times // rows}
+            batch_then = {"per_device": rows, "gradient_accumulation_steps": batch.blocks // times // rows}
             data = second.data.model_dump(mode="json")
             longer = {"batch": batch_then, "data": {**data, "pack": {**data["pack"], "seq_len": times * length}}}
             break

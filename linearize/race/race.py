@@ -23,7 +23,7 @@ from ..estimate.estimate import lora_targets
 from ..finetune import finetune
 from ..job.checks import data_hashes
 from ..job.dry_run import dry_run
-from ..job.resolve import no_one, resolve
+from ..job.resolve import resolve, say_nothing
 from ..job.source import base_path
 from ..job.start import versions
 from ..measure.compare import EvalRequest, check_eval, check_measures, compare
@@ -33,7 +33,7 @@ from ..page.race import Lane, race_page, results
 from ..page.record import EVAL, RUN, RunRecord, read_run, whole
 from ..plan.plan import some
 from ..recipe.models import Scratch
-from ..recipe.recipe import AttentionTransfer, LogitKL, Recipe, diff_resolved, weighty
+from ..recipe.recipe import AttentionTransfer, LogitKL, Recipe, diff_resolved, weight_settings
 from ..terminal.output import finite
 from ..train.device import device_name
 from ..train.runs import changes as changed
@@ -48,7 +48,7 @@ ASKED = "asked"  # of a contestant's eval.json: what was measured
 
 
 @dataclass(frozen=True)
-class Leg:
+class RaceRun:
     """One run of a contestant. `rehearsal` is the same on the original model, which is there before the race."""
 
     recipe: Recipe
@@ -64,7 +64,7 @@ class Contestant:
     """A method and its runs; the last one ends with the finished student."""
 
     method: Method
-    legs: tuple[Leg, ...]
+    legs: tuple[RaceRun, ...]
 
     @property
     def name(self) -> str:
@@ -209,7 +209,7 @@ def common_of(recipe: Recipe, tokens: int | None) -> Common:
 def contestant(method: Method, common: Common, folder: Path) -> Contestant:
     """The recipes of a method, each in a run's folder within `folder`."""
     resolved = common.recipe.resolved()
-    legs = list[Leg]()
+    legs = list[RaceRun]()
     parts = method.parts(common)
     for number, part in enumerate(parts, 1):
         name = method.name if number == len(parts) else f"{method.name}-{number}"
@@ -222,7 +222,7 @@ def contestant(method: Method, common: Common, folder: Path) -> Contestant:
             values["teacher"] = {"model": model["base"]} | {
                 key: model[key] for key in ("revision", "dtype", "trust_remote_code")
             }
-        legs.append(Leg(common.recipe.changed({**values, "convert": part.convert}), rehearsal))
+        legs.append(RaceRun(common.recipe.changed({**values, "convert": part.convert}), rehearsal))
     return Contestant(method, tuple(legs))
 
 
@@ -256,7 +256,7 @@ def check_folder(race: Race) -> None:
                 check_same(leg)
 
 
-def check_same(leg: Leg) -> None:
+def check_same(leg: RaceRun) -> None:
     """Raise LinearizeError (exit 2) for a run in the folder of a leg that has other tokens, text or settings."""
     other = "or another -o for a race of its own"
     run = read_run(leg.folder)
@@ -270,7 +270,7 @@ def check_same(leg: Leg) -> None:
             f"tokens are not equal: {leg.folder} was begun with {before:,} tokens, and this race has {now:,} there. "
             f"Give the --tokens of before, {other}"
         )
-    changes = diff_resolved(weighty(recorded.resolved()), weighty(recipe.resolved()))
+    changes = diff_resolved(weight_settings(recorded.resolved()), weight_settings(recipe.resolved()))
     if changes:
         raise LinearizeError(
             f"{leg.folder} is of another race ({'; '.join(changes[:3])}{' ...' if len(changes) > 3 else ''}). Give "
@@ -289,7 +289,7 @@ def check_same(leg: Leg) -> None:
 def estimated(race: Race) -> dict[str, float | None]:
     """Hours of training of each contestant, by the rates that the common recipe's two stages would have here; None
     where they are not known. From configs alone."""
-    first, second = (row["tokens_per_s"] for row in dry_run(race.common, no_one)["stages"])
+    first, second = (row["tokens_per_s"] for row in dry_run(race.common, say_nothing)["stages"])
     found: dict[str, float | None] = {}
     for one in race.contestants:
         stages = [stage for leg in one.legs for stage in leg.recipe.stages]
@@ -365,7 +365,7 @@ def measured(
     return result
 
 
-def trained(leg: Leg) -> bool:
+def trained(leg: RaceRun) -> bool:
     """Whether its run is finished."""
     return (leg.folder / RUN).exists() and read_run(leg.folder).finished
 

@@ -125,7 +125,7 @@ class Convert(Strict):
 
 
 class Optimizer(Strict):
-    """AdamW; `clip` bounds the norm of the gradient."""
+    """AdamW; `max_grad_norm` bounds the norm of the gradient."""
 
     lr: Rate
     """Learning rate at its peak: AdamW's step size."""
@@ -135,7 +135,7 @@ class Optimizer(Strict):
     """Decoupled decay: the share of a weight that a step of lr 1 would take away."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """Decay of the gradient's mean and of its mean square, each the share that a step keeps."""
-    clip: Annotated[float, Field(ge=1e-6)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=1e-6)] = 1.0
     """Largest L2 norm of the gradient over all trained parameters; larger ones are scaled down to it."""
     memory: Literal["full", "small", "auto"] = "full"
     """full: weights that train, gradients and moments in float32; small: source weights and their gradients stay in
@@ -180,13 +180,13 @@ class Schedule(Strict):
 class Batch(Strict):
     per_device: Count = 1
     """Blocks of text, or images, in one pass on one device."""
-    accumulate: Count = 1
+    gradient_accumulation_steps: Count = 1
     """Passes whose gradients add up to one optimizer step."""
 
     @property
     def blocks(self) -> int:
         """Blocks of one process in one optimizer step."""
-        return self.per_device * self.accumulate
+        return self.per_device * self.gradient_accumulation_steps
 
 
 class Lora(Strict):
@@ -196,7 +196,7 @@ class Lora(Strict):
     """The added product is multiplied by the factor alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is set to zero in training."""
-    target: Listed[Text] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    target_modules: Listed[Text] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Last names of the linear layers that get adapters."""
 
 
@@ -247,7 +247,7 @@ class Stage(Strict):
         return "mean"
 
     @property
-    def tokens_at_once(self) -> int | None:
+    def chunk_size(self) -> int | None:
         """Tokens of each row whose logits are computed at a time; None: all."""
         return None
 
@@ -347,10 +347,10 @@ def check_weights(given: dict[str, Any], names: list[str]) -> None:
 class LogitLoss(TermWeights):
     temperature: Temperature = 1.0
     """Divides the logits of both before the divergence."""
-    tokens_at_once: Count | None = Field(default=None, validate_default=True)
+    chunk_size: Count | None = Field(default=None, validate_default=True)
     """Tokens of each row whose logits are computed at a time, for long rows and large vocabularies; null: all."""
 
-    @field_validator("tokens_at_once")
+    @field_validator("chunk_size")
     @classmethod
     def _not_nothing(cls, size: int | None, info: ValidationInfo) -> int | None:
         check_weights(info.data, WEIGHED)
@@ -378,8 +378,8 @@ class LogitKL(Stage):
         return self.loss.temperature
 
     @property
-    def tokens_at_once(self) -> int | None:
-        return self.loss.tokens_at_once
+    def chunk_size(self) -> int | None:
+        return self.loss.chunk_size
 
     @property
     def answers_alone(self) -> bool:
@@ -501,7 +501,7 @@ class Runtime(Strict):
 class Checkpoint(Strict):
     every_steps: Count = 200
     """Optimizer steps between checkpoints."""
-    keep: Count = 2
+    save_total_limit: Count = 2
     """Newest checkpoints of a stage that stay on the disk."""
 
 

@@ -53,7 +53,7 @@ __all__ = [
     "per_step",
     "portable",
     "recipe_hash",
-    "weighty",
+    "weight_settings",
 ]
 
 # What changes no weight, and may differ from the run's own recipe whenever it goes on.
@@ -346,11 +346,11 @@ def per_step(resolved: dict[str, Any], processes: int) -> dict[str, Any]:
     stages = [dict(stage) for stage in resolved["stages"]]
     for stage in stages:
         batch = stage.pop("batch")
-        stage["blocks_per_step"] = batch["per_device"] * batch["accumulate"] * processes
+        stage["blocks_per_step"] = batch["per_device"] * batch["gradient_accumulation_steps"] * processes
     return {**resolved, "stages": stages}
 
 
-def weighty(resolved: dict[str, Any]) -> dict[str, Any]:
+def weight_settings(resolved: dict[str, Any]) -> dict[str, Any]:
     """A resolved recipe without what changes no weight; when a stage ends is kept."""
     kept = {key: value for key, value in resolved.items() if key not in FREE}
     runtime = {key: value for key, value in resolved["runtime"].items() if key != "workers"}  # they change no number

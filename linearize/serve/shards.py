@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..verify.limits import DIVIDED
+from ..verify.tolerances import DIVIDED
 from .states import code_of, layout_class
 
 # Tokens of the trial.
@@ -42,7 +42,7 @@ def shard(whole: Any, options: dict[str, Any], rank: int, size: int) -> Any:
     like = next(whole.parameters(), torch.empty(0))
     with torch.device(like.device):
         part: Any = type(whole)(site, **options).to(like.dtype)
-    for name, value in vars(whole).items():  # what the seam set
+    for name, value in vars(whole).items():  # what attention_hooks.py set
         part.__dict__.setdefault(name, value)
     for name, own in part.named_parameters():
         given = whole.get_parameter(name)
@@ -69,7 +69,7 @@ def divides(kind: Any, record: dict[str, Any], options: dict[str, Any], size: in
     code = importlib.import_module(f"{code_of(kind)}.mixer")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        whole: Any = kind(code.Site.from_dict({**record, "layer": 0, "path": ""}), **options).eval()
+        whole: Any = kind(code.AttentionSite.from_dict({**record, "layer": 0, "path": ""}), **options).eval()
         for parameter in whole.parameters():
             parameter.data = 0.3 * torch.randn(parameter.shape)
         site = whole.site

@@ -140,7 +140,7 @@ def state_layouts(mechanisms: dict[str, Any], spec: dict[str, Any], dtype: torch
         if key not in known:
             kind = mechanisms[layer["mechanism"]]
             code = importlib.import_module(f"{code_of(kind)}.mixer")
-            place, options = code.Site.from_dict(site), layer["options"]
+            place, options = code.AttentionSite.from_dict(site), layer["options"]
             with torch.device("cpu"):
                 # Code of 0.1.0 has no mixer_at.
                 mixer = code.mixer_at(kind, place, options) if site.get("softmax_groups") else kind(place, **options)
@@ -213,14 +213,14 @@ def run_call(
     is for mixers that rotate q and k themselves, else None.
     """
     q, k, v, x = (tensor[call.tokens] for tensor in inputs)
-    told = layout_class(mixer)(padding=call.padding)
+    layout = layout_class(mixer)(padding=call.padding)
     if rotation is not None:
-        told = told._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
+        layout = layout._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
     # Code of checkpoints from before 2026-11-23 knows no rows.
-    if not call.fresh and q.shape[1] == 1 and "rows" in told._fields:
-        o, _ = mixer(q, k, v, x, told._replace(rows=call.rows), layout.views(pool))
+    if not call.fresh and q.shape[1] == 1 and "rows" in layout._fields:
+        o, _ = mixer(q, k, v, x, layout._replace(rows=call.rows), layout.views(pool))
     else:
-        o, state = mixer(q, k, v, x, told, None if call.fresh else layout.read(pool, call.rows))
+        o, state = mixer(q, k, v, x, layout, None if call.fresh else layout.read(pool, call.rows))
         layout.write(pool, call.rows, state)
     o, places = o.flatten(0, 1), call.tokens.flatten()
     if call.real is not None:

@@ -40,7 +40,7 @@ from vllm.v1.attention.backends.utils import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from linearize_kernels.hf.seam import bind, hidden_name, without_rotation
+from linearize_kernels.hf.attention_hooks import bind, hidden_name, without_rotation
 
 from .batch import Batch, prompts_of, rehearse, run
 from .folder import layers_of

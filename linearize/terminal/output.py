@@ -51,7 +51,7 @@ def printable_warning(*given: Any, **named: Any) -> str:
 CHATTY = ("torchao", "bitsandbytes.backends.cpu.ops", "torch.utils._pytree")
 
 
-def tame_others() -> None:
+def quiet_other_packages() -> None:
     """From now on log records and warnings of other packages, which quote configs and paths, are `printable`, and
     those that CHATTY packages give when they are imported are silent. So are their bars where no terminal shows them:
     `tqdm` reads the variable when it is imported, here and in child processes."""

@@ -123,7 +123,7 @@ def plan_table(plan: Plan) -> None:
     columns = {"layers": "short", "module": "text", "from": "text", "to": "short"}
     columns |= {"new params": "number", "state": "number"}
     rows: list[tuple[int, tuple[str, ...]]] = []
-    last = plan.again[-1] if plan.again else None
+    last = plan.reconversions[-1] if plan.reconversions else None
     for step in plan.steps:
         site = step.site
         stays = "\n(as it is)" if last and site.path not in last.added else ""
@@ -149,7 +149,7 @@ def plan_table(plan: Plan) -> None:
         cache = plan.cache_bytes(tokens)
         out.print(f"decode memory at {label} tokens: {size(cache['source'])} before, {size(cache['converted'])} after")
     if last:
-        out.print(again_text(plan))
+        out.print(reconversion_text(plan))
     rewritten = "source weights are copied as they are" if plan.copy else "source weights stay as they are"
     if plan.cast:
         rewritten = f"{plan.rounding or f'source weights are cast to {plan.dtype}'}, shard by shard"
@@ -188,9 +188,9 @@ def attention(plan: Plan, step: Step) -> str:
     return f"softmax\n(last {step.options['window']:,})" if step in plan.local else step.mechanism
 
 
-def again_text(plan: Plan) -> str:
+def reconversion_text(plan: Plan) -> str:
     """What the last conversion changes in a model that was converted before."""
-    last = plan.again[-1]
+    last = plan.reconversions[-1]
     new = [step for step in plan.steps if step.site.path in last.added]
     back = [site.layer for site in plan.kept if site.path in last.restored]
     become = "becomes" if len(new) == 1 else "become"
@@ -573,11 +573,11 @@ def note_below(ppl_ratio: float | None) -> str:
 
 def remarks(result: dict[str, Any]) -> list[str]:
     """Sentences on figures of `linearize eval` that are easily misread."""
-    nothing = note_of_nothing(result)
+    nothing = empty_tasks_note(result)
     return [note for note in (note_below(result["ppl_ratio"]), f"note: {nothing}" * bool(nothing)) if note]
 
 
-def unfound(result: dict[str, Any] | None) -> list[str]:
+def empty_tasks(result: dict[str, Any] | None) -> list[str]:
     """Tasks of a result of `linearize eval` of which the teacher finds 0 % at every length, as tables round it."""
     asked = {task: (result or {}).get(task) or [] for task in ("recall", "needle")}
     return [
@@ -585,9 +585,9 @@ def unfound(result: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def note_of_nothing(result: dict[str, Any] | None) -> str:
+def empty_tasks_note(result: dict[str, Any] | None) -> str:
     """That such tasks compare nothing; empty where there are none."""
-    tasks = unfound(result)
+    tasks = empty_tasks(result)
     compare = "compares" if len(tasks) == 1 else "compare"
     return f"{' and '.join(tasks)} {compare} nothing here: the teacher itself finds 0 %" if tasks else ""
 

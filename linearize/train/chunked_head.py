@@ -54,7 +54,7 @@ def chunked_loss(
     saving: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a stage on one micro batch, and its terms; arguments as for `stages.end_to_end_loss`."""
-    model, size = student.model, stage.tokens_at_once
+    model, size = student.model, stage.chunk_size
     assert size is not None
     theirs = predictions_of(student, batch, autocast) if stage.asks_teacher else None
     with autocast(), saving():

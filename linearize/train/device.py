@@ -26,7 +26,7 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
-def settled_precision(device: str, precision: str) -> str:
+def resolve_precision(device: str, precision: str) -> str:
     """accelerate's name for the precision that a runtime asks for: bf16 on a GPU, fp32 on a CPU, unless told
     otherwise.
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 from ..errors import Exit, LinearizeError
 from .deepspeed_zero3 import flat
@@ -101,7 +101,7 @@ def reshard(model: nn.Module) -> None:
     getattr(model, "release_gathered", lambda: None)()
 
 
-def face(parameter: nn.Parameter) -> nn.Parameter:
+def optimizer_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """What the optimizer sees of a model's parameter: itself, or its shard under DeepSpeed (deepspeed_zero3.py)."""
     return getattr(parameter, "shard", parameter)
 

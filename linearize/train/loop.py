@@ -77,7 +77,7 @@ class Stream(Dataset[dict[str, Tensor]]):
             return refused
 
 
-def deaf(over: Any, worker: int) -> None:
+def ignore_stop_signals(over: Any, worker: int) -> None:
     """A worker ends with the process that trains, which saves after Ctrl-C, SIGTERM or SIGHUP; both may be sent that.
 
     Once `over` has the value True, SIGTERM ends it: Python sends that at its exit and waits.
@@ -119,7 +119,7 @@ class StageLoop:
         self.since = 0  # the step from which this process went on
         # Of the evaluations so far, also of those before a resume; every process has the same.
         lines = owner.run.scores(number) if owner.accelerator.is_main_process else []
-        self.scores = broadcast_object_list([[worth(x) for x in lines]])[0]
+        self.scores = broadcast_object_list([[selection_metric(x) for x in lines]])[0]
         self.stream = Stream(blocks, order, seed_for(owner.recipe.seed, number))
         self.reader: Iterator[dict[str, Tensor] | LinearizeError] | None = None
         self.over: Any = multiprocessing.Value(ctypes.c_bool, False, lock=False)  # shared with the reader's processes
@@ -182,7 +182,7 @@ class StageLoop:
         if last or (recipe.eval.every_steps and done % recipe.eval.every_steps == 0):
             found = owner.evaluate(self.stage)
             if found is not None:
-                if math.isnan(worth(owner.of_evaluation(found)) if found.ppl is None else found.ppl):
+                if math.isnan(selection_metric(owner.of_evaluation(found)) if found.ppl is None else found.ppl):
                     raise owner.not_finite("held-out loss is nan", self.number, done + 1)
                 owner.log_evaluation(self.stage.name, done, done * self.tokens_per_step, found)
                 last = self._judge(done, found) or last
@@ -200,7 +200,7 @@ class StageLoop:
         """Keep the weights of the best evaluation of the last stage, where the recipe asks for it; returns whether the
         recipe's patience is over."""
         owner, recipe = self.owner, self.owner.recipe
-        self.scores.append(worth(owner.of_evaluation(found)))
+        self.scores.append(selection_metric(owner.of_evaluation(found)))
         best = self.scores.index(min(self.scores))
         if recipe.finish.keep == "best" and self.number == len(recipe.stages) - 1 and best == len(self.scores) - 1:
             owner.save_best(Position(self.number, done, done * self.tokens_per_step, True), found)
@@ -215,7 +215,7 @@ class StageLoop:
         """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate, and the
         terms of a loss of two."""
         owner, accelerator = self.owner, self.owner.accelerator
-        micro = by_length([self.batch(step, m) for m in range(self.stage.batch.accumulate)])
+        micro = by_length([self.batch(step, m) for m in range(self.stage.batch.gradient_accumulation_steps)])
         data = owner.recipe.data_for(self.stage)
         if data.mixup or data.cutmix:
             place = owner.recipe.seed, self.number, step, accelerator.process_index
@@ -239,7 +239,7 @@ class StageLoop:
             terms.append(parts)
         if not self.replicated and accelerator.num_processes > 1:
             self._add_gradients()
-        norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.clip))
+        norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.max_grad_norm))
         shares = torch.stack(losses).sum()
         names = [*terms[0]]
         sums = [torch.stack([parts[name] for parts in terms]).sum() for name in names]
@@ -299,12 +299,17 @@ class StageLoop:
         """The samples of that micro batch, by their places in the stage's stream."""
         accelerator, batch = self.owner.accelerator, self.stage.batch
         return self.order.samples(
-            step, micro, accelerator.process_index, accelerator.num_processes, batch.per_device, batch.accumulate
+            step,
+            micro,
+            accelerator.process_index,
+            accelerator.num_processes,
+            batch.per_device,
+            batch.gradient_accumulation_steps,
         )
 
     def read_ahead(self, start: int) -> None:
         """Let processes read the samples of all steps from `start` on, where the recipe asks for some."""
-        workers, micro = self.owner.recipe.runtime.workers, range(self.stage.batch.accumulate)
+        workers, micro = self.owner.recipe.runtime.workers, range(self.stage.batch.gradient_accumulation_steps)
         if workers and start < self.steps:
             order: Any = (self.places(step, m) for step in range(start, self.steps) for m in micro)
             loader = DataLoader(
@@ -312,7 +317,7 @@ class StageLoop:
                 batch_sampler=order,
                 num_workers=workers,
                 collate_fn=stacked,
-                worker_init_fn=functools.partial(deaf, self.over),
+                worker_init_fn=functools.partial(ignore_stop_signals, self.over),
             )
             self.reader = iter(loader)
 
@@ -368,7 +373,7 @@ class StageLoop:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
 
 
-def worth(entry: Mapping[str, Any]) -> float:
+def selection_metric(entry: Mapping[str, Any]) -> float:
     """What an evaluation, as `Finetuner.of_evaluation` has it, is judged by, less being better: KL from the teacher, of
     maps of numbers the relative error; perplexity where there is neither."""
     return next(float(entry[key]) for key in ("eval_kl", "eval_error", "eval_ppl") if entry.get(key) is not None)

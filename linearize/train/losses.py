@@ -2,7 +2,7 @@
 relative error of attention outputs and of maps of numbers.
 
 Letters: B batch, T time, V vocabulary, H heads, D value dim. KL and cross entropy run over the vocabulary in
-chunks: in float32 (float64 for float64 logits) they hold a few [B, T, chunk] and some [B, T, 1], never
+chunks: in float32 (float64 for float64 logits) they hold a few [B, T, chunk_size] and some [B, T, 1], never
 [B, T, V]. They save the logits as they came; the gradient is the closed form, written in the logits' dtype.
 
 `num_tokens` divides the sum over tokens. Given the count of a whole step (all micro batches, all ranks), the
@@ -34,23 +34,23 @@ def logit_kl(
     *,
     temperature: float = 1.0,
     num_tokens: Tensor | float | None = None,
-    chunk: int | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """tau^2 KL(softmax(z_T / tau) || softmax(z_S / tau)), the mean over valid tokens: a scalar.
 
     Both logits are [B, T, V], aligned (no shift); valid [B, T] bool; tau = temperature. The teacher gets no
-    gradient; the student's is tau (p_S - p_T) / num_tokens. An entry of -inf in both adds nothing. `chunk` is
+    gradient; the student's is tau (p_S - p_T) / num_tokens. An entry of -inf in both adds nothing. `chunk_size` is
     the number of vocabulary entries taken at once.
     """
     if student_logits.shape != teacher_logits.shape or valid.shape != student_logits.shape[:-1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (student_logits, teacher_logits, valid))
         raise ValueError(f"student, teacher, valid must be [B, T, V], [B, T, V], [B, T]; they are {shapes}")
     weight = _weight(valid, num_tokens, student_logits)
-    if chunk is None and losses_triton.fits(student_logits, teacher_logits):
+    if chunk_size is None and losses_triton.fits(student_logits, teacher_logits):
         fused: Tensor = _FusedKL.apply(student_logits, teacher_logits.detach(), weight, temperature)
         return fused
-    chunk = chunk or _default_chunk(student_logits)
-    loss: Tensor = _LogitKL.apply(student_logits, teacher_logits.detach(), weight, temperature, chunk)
+    chunk_size = chunk_size or _default_chunk(student_logits)
+    loss: Tensor = _LogitKL.apply(student_logits, teacher_logits.detach(), weight, temperature, chunk_size)
     return loss
 
 
@@ -65,10 +65,10 @@ class TopLogits(NamedTuple):
 
 
 @torch.no_grad()
-def top_logits(logits: Tensor, k: int, *, temperature: float = 1.0, chunk: int | None = None) -> TopLogits:
+def top_logits(logits: Tensor, k: int, *, temperature: float = 1.0, chunk_size: int | None = None) -> TopLogits:
     """What `top_kl` needs of a teacher's logits [B, T, V] at that temperature, in float32 (float64 of float64)."""
     indices = logits.topk(k, dim=-1).indices
-    top, rest = _split(logits, indices, temperature, chunk or _default_chunk(logits))
+    top, rest = _split(logits, indices, temperature, chunk_size or _default_chunk(logits))
     total = torch.logaddexp(top.logsumexp(-1, keepdim=True), rest)
     return TopLogits(top - total, indices, (rest - total)[..., 0])
 
@@ -80,7 +80,7 @@ def top_kl(
     *,
     temperature: float = 1.0,
     num_tokens: Tensor | float | None = None,
-    chunk: int | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """The KL of `logit_kl` with all tokens beside the teacher's top k counted as one, the mean over valid tokens.
 
@@ -94,15 +94,17 @@ def top_kl(
     others: what lies outside of the top k keeps the student's own shape.
 
     student_logits [B, T, V]; `teacher` from `top_logits` at the same temperature; valid [B, T] bool; `num_tokens` and
-    `chunk` as in `logit_kl`.
+    `chunk_size` as in `logit_kl`.
     """
     if valid.shape != student_logits.shape[:-1] or teacher.indices.shape[:-1] != valid.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (student_logits, teacher.indices, valid))
         raise ValueError(f"student, teacher, valid must be [B, T, V], [B, T, k], [B, T]; they are {shapes}")
     weight = _weight(valid, num_tokens, student_logits)
-    chunk = chunk or _default_chunk(student_logits)
+    chunk_size = chunk_size or _default_chunk(student_logits)
     values, indices, rest = teacher
-    loss: Tensor = _TopKL.apply(student_logits, values, indices.long(), rest[..., None], weight, temperature, chunk)
+    loss: Tensor = _TopKL.apply(
+        student_logits, values, indices.long(), rest[..., None], weight, temperature, chunk_size
+    )
     return loss
 
 
@@ -121,19 +123,19 @@ def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, num_tokens: Tensor | float | None = None, chunk: int | None = None
+    logits: Tensor, targets: Tensor, *, num_tokens: Tensor | float | None = None, chunk_size: int | None = None
 ) -> Tensor:
     """-log softmax(logits[t])[targets[t]], the mean over targets that are not -100: a scalar.
 
-    logits [B, T, V], targets [B, T] int64. `chunk` as in `logit_kl`.
+    logits [B, T, V], targets [B, T] int64. `chunk_size` as in `logit_kl`.
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")
     weight = _weight(targets != IGNORED, num_tokens, logits)
-    if chunk is None and losses_triton.fits(logits):
+    if chunk_size is None and losses_triton.fits(logits):
         fused: Tensor = _FusedCrossEntropy.apply(logits, targets, weight)
         return fused
-    loss: Tensor = _CrossEntropy.apply(logits, targets, weight, chunk or _default_chunk(logits))
+    loss: Tensor = _CrossEntropy.apply(logits, targets, weight, chunk_size or _default_chunk(logits))
     return loss
 
 
@@ -283,17 +285,17 @@ class _FusedKL(torch.autograd.Function):
 
 class _LogitKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, tau: float, chunk: int) -> Tensor:
-        lse_s, lse_t = _logsumexp(student, tau, chunk), _logsumexp(teacher, tau, chunk)
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, tau: float, chunk_size: int) -> Tensor:
+        lse_s, lse_t = _logsumexp(student, tau, chunk_size), _logsumexp(teacher, tau, chunk_size)
         kl = torch.zeros_like(weight)
-        for part in _chunks(student, chunk):
+        for part in _chunks(student, chunk_size):
             log_p_s = _log_probs(student[..., part], lse_s, tau)
             log_p_t = _log_probs(teacher[..., part], lse_t, tau)
             p_t = log_p_t.exp()
             # p_T = 0 adds 0, also where the difference is -inf + inf.
             kl += (p_t * log_p_t.sub_(log_p_s).masked_fill_(p_t == 0, 0.0)).sum(-1)
         ctx.save_for_backward(student, teacher, weight, lse_s, lse_t)
-        ctx.tau, ctx.chunk = tau, chunk
+        ctx.tau, ctx.chunk_size = tau, chunk_size
         return tau**2 * _weighted_sum(kl, weight)
 
     @staticmethod
@@ -302,7 +304,7 @@ class _LogitKL(torch.autograd.Function):
         student, teacher, weight, lse_s, lse_t = ctx.saved_tensors
         factor = (ctx.tau * grad_output * weight)[..., None]
         grad = torch.empty_like(student)
-        for part in _chunks(student, ctx.chunk):
+        for part in _chunks(student, ctx.chunk_size):
             difference = _log_probs(student[..., part], lse_s, ctx.tau).exp_()
             difference -= _log_probs(teacher[..., part], lse_t, ctx.tau).exp_()
             grad[..., part] = difference.mul_(factor).masked_fill_(factor == 0, 0.0)
@@ -319,15 +321,15 @@ class _TopKL(torch.autograd.Function):
         p_rest: Tensor,
         weight: Tensor,
         tau: float,
-        chunk: int,
+        chunk_size: int,
     ) -> Tensor:
-        top, q_rest = _split(student, indices, tau, chunk)
+        top, q_rest = _split(student, indices, tau, chunk_size)
         lse = torch.logaddexp(top.logsumexp(-1, keepdim=True), q_rest)
         log_p, log_q = torch.cat([values, p_rest], -1), torch.cat([top, q_rest], -1) - lse
         p = log_p.exp()
         kl = (p * (log_p - log_q).masked_fill(p == 0, 0.0)).sum(-1)
         ctx.save_for_backward(student, values, indices, p_rest, weight, lse, q_rest)
-        ctx.tau, ctx.chunk = tau, chunk
+        ctx.tau, ctx.chunk_size = tau, chunk_size
         return tau**2 * _weighted_sum(kl, weight)
 
     @staticmethod
@@ -338,7 +340,7 @@ class _TopKL(torch.autograd.Function):
         # Where the top k are all tokens there is no rest, and each entry is overwritten below.
         q_rest = q_rest.masked_fill(q_rest == -torch.inf, 0.0)
         grad = torch.empty_like(student)
-        for part in _chunks(student, ctx.chunk):
+        for part in _chunks(student, ctx.chunk_size):
             difference = _log_probs(student[..., part], lse, ctx.tau).exp_()
             difference -= _log_probs(student[..., part], q_rest - p_rest, ctx.tau).exp_()
             grad[..., part] = difference.mul_(factor).masked_fill_(factor == 0, 0.0)
@@ -366,11 +368,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, chunk: int) -> Tensor:
-        lse = _logsumexp(logits, 1.0, chunk)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
+        lse = _logsumexp(logits, 1.0, chunk_size)
         index = targets.clamp(min=0)[..., None]
         ctx.save_for_backward(logits, index, weight, lse)
-        ctx.chunk = chunk
+        ctx.chunk_size = chunk_size
         return _weighted_sum((lse - logits.gather(-1, index))[..., 0], weight)
 
     @staticmethod
@@ -379,7 +381,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, index, weight, lse = ctx.saved_tensors
         factor = (grad_output * weight)[..., None]
         grad = torch.empty_like(logits)
-        for part in _chunks(logits, ctx.chunk):
+        for part in _chunks(logits, ctx.chunk_size):
             p = _log_probs(logits[..., part], lse, 1.0).exp_()
             grad[..., part] = p.mul_(factor).masked_fill_(factor == 0, 0.0)
         at_target = (logits.gather(-1, index) - lse).exp() - 1  # p - 1 in one rounding, not in two
@@ -387,13 +389,13 @@ class _CrossEntropy(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _split(logits: Tensor, indices: Tensor, tau: float, chunk: int) -> tuple[Tensor, Tensor]:
+def _split(logits: Tensor, indices: Tensor, tau: float, chunk_size: int) -> tuple[Tensor, Tensor]:
     """logits / tau at the indices [B, T, k], and log sum exp of all others [B, T, 1], in the working precision.
 
     The sum leaves out the entries themselves: to take them off the sum of all would lose what is small beside them.
     """
     parts = []
-    for part in _chunks(logits, chunk):
+    for part in _chunks(logits, chunk_size):
         others = _widened(logits[..., part]).div(tau)
         place = (indices - part.start).long()
         inside = (place >= 0) & (place < others.shape[-1])
@@ -403,9 +405,9 @@ def _split(logits: Tensor, indices: Tensor, tau: float, chunk: int) -> tuple[Ten
     return _widened(logits.gather(-1, indices)).div(tau), torch.cat(parts, -1).logsumexp(-1, keepdim=True)
 
 
-def _logsumexp(logits: Tensor, tau: float, chunk: int) -> Tensor:
+def _logsumexp(logits: Tensor, tau: float, chunk_size: int) -> Tensor:
     """log sum_v exp(logits[..., v] / tau) -> [B, T, 1] in the working precision."""
-    parts = [_widened(logits[..., part]).div(tau).logsumexp(-1, keepdim=True) for part in _chunks(logits, chunk)]
+    parts = [_widened(logits[..., part]).div(tau).logsumexp(-1, keepdim=True) for part in _chunks(logits, chunk_size)]
     return torch.cat(parts, -1).logsumexp(-1, keepdim=True)
 
 
@@ -445,5 +447,5 @@ def _default_chunk(logits: Tensor) -> int:
     return max(1, _CHUNK_ELEMENTS // max(1, logits.shape[:-1].numel()))
 
 
-def _chunks(logits: Tensor, chunk: int) -> Iterator[slice]:
-    return (slice(i, i + chunk) for i in range(0, logits.shape[-1], chunk))
+def _chunks(logits: Tensor, chunk_size: int) -> Iterator[slice]:
+    return (slice(i, i + chunk_size) for i in range(0, logits.shape[-1], chunk_size))

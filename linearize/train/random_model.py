@@ -14,8 +14,8 @@ from ..data.batches import image_processor
 from ..demo import named_base
 from ..errors import Exit, LinearizeError, did_you_mean, reason_of
 from ..measure.generate import load_tokenizer
-from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
+from ..probe.trace import quiet
 from ..recipe.models import Scratch
 from ..recipe.recipe import Recipe
 

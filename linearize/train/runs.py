@@ -35,7 +35,7 @@ from ..demo import DEMO, named_base
 from ..errors import LinearizeError, check_file, json_object, os_error, undamaged, writing
 from ..plan.plan import Plan, some
 from ..recipe.data import rooted, unit_of
-from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weighty
+from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weight_settings
 from ..terminal.output import finite
 
 UNBORN = "run.json.tmp"  # all that a run leaves which was killed before it had a name
@@ -128,7 +128,7 @@ class Run:
             old = per_step(recorded, record["processes"])
             new = per_step(self.recipe.resolved(), processes())
             looser = diff_resolved(fixed(old), fixed(new))
-            changes = diff_resolved(weighty(old), weighty(new)) if self.resume == "auto" else looser
+            changes = diff_resolved(weight_settings(old), weight_settings(new)) if self.resume == "auto" else looser
             if record["max_steps"] != self.max_steps:
                 changes.append(f"--max-steps {record['max_steps'] or 'none'} -> {self.max_steps or 'none'}")
                 looser = changes
@@ -335,7 +335,7 @@ class Run:
         return [p for p in self.checkpoints.iterdir() if (p / POSITION).exists() and not p.name.endswith(".tmp")]
 
     def save(self, position: Position, write: Callable[[Path], None]) -> Path:
-        """A new checkpoint. Of those within a stage `checkpoint.keep` stay, none once it is over; its end stays."""
+        """A new checkpoint. Of those within a stage `checkpoint.save_total_limit` stay, none once it is over; its end stays."""
         target = self.checkpoints / f"{self.recipe.stages[position.stage].name}-{position.step}{'-end' * position.done}"
         work = target.with_name(target.name + ".tmp")
         discard(work)
@@ -352,7 +352,7 @@ class Run:
         finally:
             discard(work)
         within = sorted((p for p in self.complete_checkpoints() if not read_position(p).done), key=order)
-        for old in within if position.done else within[: -self.recipe.checkpoint.keep]:
+        for old in within if position.done else within[: -self.recipe.checkpoint.save_total_limit]:
             discard(old)
         return target
 

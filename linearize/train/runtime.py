@@ -21,7 +21,7 @@ from ..errors import Exit, LinearizeError, redact
 from ..recipe.data import local_paths
 from ..recipe.recipe import Recipe, Stage, portable, trains_source
 from .deepspeed_zero3 import INSTEAD, read_config
-from .device import on_cpu, settled_precision
+from .device import on_cpu, resolve_precision
 from .fsdp import read_plugin
 from .small_adamw import SmallAdamW
 
@@ -32,14 +32,14 @@ PATIENCE = timedelta(days=1)
 
 
 def check_runtime(recipe: Recipe) -> str:
-    """The precision as `settled_precision` has it.
+    """The precision as `resolve_precision` has it.
 
     Raises LinearizeError (exit 4) as that does, and for a tracker that is not installed.
     """
     track = recipe.track.to
     if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
         raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
-    return settled_precision(recipe.runtime.device, recipe.runtime.precision)
+    return resolve_precision(recipe.runtime.device, recipe.runtime.precision)
 
 
 def hyperparameters(recipe: Recipe) -> dict[str, Any]:
@@ -102,12 +102,12 @@ def check_divided(recipe: Recipe, *, zero: bool) -> None:
     """Refuse (exit 3) what does not know DeepSpeed's shards; and, where FSDP2 divides weights, an optimizer in little
     memory beside one of full size, for it shards the source's weights once, in one dtype for all stages."""
     small = [stage for stage in recipe.stages if stage.optimizer.memory == "small"]
-    apart = [stage.name for stage in recipe.stages if stage.tokens_at_once]
+    apart = [stage.name for stage in recipe.stages if stage.chunk_size]
     if zero and small:
         message = f"{small[0].name}: optimizer.memory small does not know DeepSpeed's shards. Set it to full, {INSTEAD}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     if zero and apart:
-        message = f"{apart[0]}: loss.tokens_at_once does not know DeepSpeed's shards. Set it to null, {INSTEAD}"
+        message = f"{apart[0]}: loss.chunk_size does not know DeepSpeed's shards. Set it to null, {INSTEAD}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     moved = [stage for stage in recipe.stages if trains_source(stage.train)]
     full = [stage.name for stage in moved if stage.optimizer.memory == "full"]

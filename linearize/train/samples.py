@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.packing import Blocks
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..verify.child.inputs import most_tokens
 from .student import Student
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from linearize_kernels.hf.seam import TRAINED, evaluating, mixers_of
+from linearize_kernels.hf.attention_hooks import TRAINED, evaluating, mixers_of
 
 from ..checkpoint import card
 from ..checkpoint import write as checkpoint
@@ -32,12 +32,12 @@ from ..convert import disagree
 from ..errors import Exit, LinearizeError, reason_of, resource_error
 from ..measure.positions import TRAINED_LENGTH, trained_length
 from ..plan.plan import Plan, some
-from ..probe.meta_run import quiet
 from ..probe.probe import model_class_of
+from ..probe.trace import quiet
 from ..recipe.recipe import Recipe, portable
 from ..verify.child.inputs import auto_class, outputs, writes_text
-from ..verify.limits import RELOADED, ROUNDED_KL, ROUNDED_RMS
 from ..verify.reload import TOO_LARGE, check_keys, check_steps, compare, fits_twice, reload_logits, scratch_folder
+from ..verify.tolerances import RELOADED, ROUNDED_KL, ROUNDED_RMS
 from .student import ADAPTER, Student
 
 # ---------------------------------------------------------------- loading

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from safetensors.torch import load_file, save_file
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..checkpoint.manifest import read_plan
 from ..checkpoint.provenance import trained_before, untrained_mixers
@@ -39,10 +39,10 @@ from ..measure.evaluate import (
     check_finite,
     layer_fidelity,
     note_of_little,
+    random_teacher_warning,
     sample_count,
     score,
     stored_score,
-    warn_of_chance,
 )
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.models import Scratch
@@ -114,7 +114,9 @@ class Finetuner:
             if isinstance(stage, OnPolicyKL) and self.sharded:
                 message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
                 raise LinearizeError(message, Exit.INCOMPATIBLE)
-        for note in doubts(self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]):
+        for note in stage_notes(
+            self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
+        ):
             self.say(note)
         self.processor = open_processor(folder, kind_of(self.model))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
@@ -213,7 +215,7 @@ class Finetuner:
 
     def blocks_per_step(self, stage: Stage) -> int:
         """Blocks of one optimizer step, over all micro batches and processes."""
-        return stage.batch.per_device * stage.batch.accumulate * self.accelerator.num_processes
+        return stage.batch.per_device * stage.batch.gradient_accumulation_steps * self.accelerator.num_processes
 
     # ------------------------------------------------------------ stages
 
@@ -318,7 +320,9 @@ class Finetuner:
         converted = self.evaluate(stage)
         if teacher is not None and teacher.ppl is not None:  # of maps a teacher has no figures of its own
             self.log_evaluation("teacher", 0, 0, teacher)
-            if kind_of(self.model) == "text" and (warning := warn_of_chance(teacher.ppl, vocabulary_of(self.model))):
+            if kind_of(self.model) == "text" and (
+                warning := random_teacher_warning(teacher.ppl, vocabulary_of(self.model))
+            ):
                 self.say(warning)
         if converted is not None:
             self.log_evaluation("converted", 0, 0, converted, calibrated)
@@ -497,7 +501,7 @@ class Finetuner:
         )
 
 
-def doubts(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]]) -> list[str]:
+def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]]) -> list[str]:
     """Notes on stages whose rows are longer than what a model of text was made for, or whose steps, of so many samples,
     see so few images that their gradients are mostly chance: one for all stages of which it says the same.
 
@@ -510,7 +514,9 @@ def doubts(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]]) -> l
         length = recipe.data_for(stage).pack.seq_len
         if images and samples < FEW_IMAGES:
             message = f"a step sees {counted(samples, 'image')}, and gradients of so few may not converge. Give it "
-            message += "batch.per_device: 64, or as many as memory holds and the rest by batch.accumulate"
+            message += (
+                "batch.per_device: 64, or as many as memory holds and the rest by batch.gradient_accumulation_steps"
+            )
         elif known is not None and length > known:
             message = f"rows have {length:,} tokens, and {type(model).__name__} was made for {known:,} "
             message += f"(max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
@@ -546,7 +552,7 @@ def check_model(model: Any, recipe: Recipe) -> None:
     most, seen = most_tokens(model), tried(model)
     for number, stage in enumerate(recipe.stages):
         if stage.lora is not None:
-            check_targets(model, stage.lora.target)
+            check_targets(model, stage.lora.target_modules)
         elif not Student(model).names_of(stage.train):
             message = f"{stage.name}: train {', '.join(stage.train)} names no parameter, for the mixers have none"
             raise LinearizeError(f"{message}. Leave the stage out, or train all", Exit.INCOMPATIBLE)
@@ -574,9 +580,9 @@ def check_model(model: Any, recipe: Recipe) -> None:
     if recipe.finish.keep == "best" and not has_head(model):
         message = f"finish.keep best: {type(model).__name__} has no head, and no evaluation. Set it to last"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    apart = next((s.name for s in recipe.stages if s.tokens_at_once), None)
+    apart = next((s.name for s in recipe.stages if s.chunk_size), None)
     if apart is not None and (reason := obstacle(model)):
-        raise LinearizeError(f"{apart}: {reason}; set loss.tokens_at_once: null", Exit.INCOMPATIBLE)
+        raise LinearizeError(f"{apart}: {reason}; set loss.chunk_size: null", Exit.INCOMPATIBLE)
     small = next((stage.name for stage in recipe.stages if stage.optimizer.memory == "small"), None)
     if small is not None and model.dtype == torch.float16:
         raise LinearizeError(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linearize_kernels.hf.seam import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import Batch, forward, is_dense, is_numbers, real_tokens, run
 from ..errors import Exit, LinearizeError
@@ -194,7 +194,7 @@ def end_to_end_loss(
     `tokens` are the counts [valid, targets, rows] of the whole optimizer step, over micro batches and processes. With
     the loss come its terms by name where it has several, as by `terms.total`.
     """
-    if stage.tokens_at_once is not None:
+    if stage.chunk_size is not None:
         return chunked_loss(stage, student, wrapped, batch, tokens, autocast, saving)
     theirs = predictions(student, batch, autocast) if stage.asks_teacher else None
     with autocast(), saving():

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import Exit, LinearizeError, did_you_mean
 from ..recipe.recipe import Stage
-from .fsdp import face, is_divided, like, reshard, whole
+from .fsdp import is_divided, like, optimizer_parameter, reshard, whole
 
 ADAPTER = "default"
 
@@ -55,7 +55,7 @@ class Student:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's, or their shards, by names that stay when peft moves an adapted weight into `base_layer`."""
         for name, parameter in self.model.named_parameters():
-            yield name.replace(".base_layer.", "."), face(parameter)
+            yield name.replace(".base_layer.", "."), optimizer_parameter(parameter)
 
     # ------------------------------------------------------------ what trains
 
@@ -221,7 +221,7 @@ class Student:
         new: dict[str, nn.Parameter] = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
-                name = names.get(id(face(parameter)), "")
+                name = names.get(id(optimizer_parameter(parameter)), "")
                 if name not in values or parameter is None:
                     continue
                 if name not in old:  # a tied weight comes twice
@@ -232,7 +232,7 @@ class Student:
     @staticmethod
     def _exchange(parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, nn.Parameter]:
         """What to keep of a parameter, and what to put where it was, so that `value` is there."""
-        shard = face(parameter)
+        shard = optimizer_parameter(parameter)
         if isinstance(shard, DTensor):
             kept = shard.detach().clone()
             with torch.no_grad():
@@ -244,7 +244,7 @@ class Student:
     @contextlib.contextmanager
     def as_student(self, module: nn.Module) -> Iterator[None]:
         """Within a teacher pass: one module has the student's weights and adapters again."""
-        inside = {id(face(p)) for p in module.parameters()}
+        inside = {id(optimizer_parameter(p)) for p in module.parameters()}
         names = {n for n, p in self.named_parameters() if id(p) in inside and n in self._aside}
         source = self._swap({name: self._aside[name] for name in names})
         try:
@@ -300,7 +300,7 @@ def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
     for target in targets:
         if target not in linear:
             raise LinearizeError(
-                f"lora.target {target!r} is no linear layer of {type(model).__name__}."
+                f"lora.target_modules {target!r} is no linear layer of {type(model).__name__}."
                 f"{did_you_mean(target, linear)} It has {', '.join(sorted(linear))}",
                 Exit.INCOMPATIBLE,
             )
@@ -313,17 +313,17 @@ def linear_layers(model: nn.Module) -> dict[str, type[nn.Module]]:
 
 
 def inject_lora(model: nn.Module, lora: Any) -> Any:
-    """LoRA layers on the modules named by `lora.target`; returns peft's tuner. Raises LinearizeError (exit 3)."""
+    """LoRA layers on the modules named by `lora.target_modules`; returns peft's tuner. Raises LinearizeError (exit 3)."""
     from peft import LoraConfig, LoraModel
 
-    check_targets(model, lora.target)
+    check_targets(model, lora.target_modules)
     linear = linear_layers(model)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.target),
+        target_modules=list(lora.target_modules),
         bias="none",
-        fan_in_fan_out=any(issubclass(linear[target], Conv1D) for target in lora.target),
+        fan_in_fan_out=any(issubclass(linear[target], Conv1D) for target in lora.target_modules),
     )
     return LoraModel(model, config, ADAPTER)

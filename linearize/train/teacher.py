@@ -27,7 +27,7 @@ from ..demo import named_base
 from ..errors import Exit, LinearizeError
 from ..hub.download import download
 from ..measure.generate import load_any, load_tokenizer
-from ..probe.meta_run import quiet
+from ..probe.trace import quiet
 from ..recipe.models import Scratch, Teacher
 from ..recipe.recipe import Recipe, Stage
 from ..terminal.output import short
@@ -230,8 +230,8 @@ def check_teacher_model(named: Named, teacher: Any, recipe: Recipe) -> None:
         if most is not None and length > most:
             message = f"{stage.name}: data.pack.seq_len is {length}, and the teacher {named.name} takes {most} tokens"
             raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
-        if stage.tokens_at_once and stage.learns_logits and (reason := obstacle(teacher)):
-            message = f"{stage.name}: {reason} (the teacher); set loss.tokens_at_once: null"
+        if stage.chunk_size and stage.learns_logits and (reason := obstacle(teacher)):
+            message = f"{stage.name}: {reason} (the teacher); set loss.chunk_size: null"
             raise LinearizeError(message, Exit.INCOMPATIBLE)
 
 

@@ -32,7 +32,7 @@ from ..errors import MALFORMED, Exit, LinearizeError
 from ..plan.plan import Plan, some
 from ..terminal.output import counted
 from ..terminal.progress import Advance, progress
-from . import limits
+from . import tolerances
 from .reload import clean_command, free_memory, result_of, started
 
 # Tokens of a row: more than a chunk; strict: more than two chunks of the largest size.
@@ -234,7 +234,11 @@ def check_behaviours(folder: Path, strict: bool) -> list[Check]:
     dtype = fitting_dtype(folder)
     if dtype is None:
         return [Check("reload", "skipped", "the weights exceed free memory; verify on a larger machine")]
-    limit = min(limits.STRICT, limits.BY_DTYPE[dtype]) if strict and dtype == "float32" else limits.BY_DTYPE[dtype]
+    limit = (
+        min(tolerances.STRICT, tolerances.BY_DTYPE[dtype])
+        if strict and dtype == "float32"
+        else tolerances.BY_DTYPE[dtype]
+    )
     arguments = [str(folder.absolute()), dtype, str(STRICT_LENGTH if strict else LENGTH), str(limit)]
 
     def wrong(found: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ from ..checkpoint.write import INDEX, MIXER_SHARD
 from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
 from ..plan.plan import Plan, some
 from ..terminal.progress import Advance, progress, silent
-from .limits import RELOADED
+from .tolerances import RELOADED
 
 Level = Literal["auto", "full", "keys", "none"]
 
@@ -111,7 +111,7 @@ from safetensors.torch import load_file
 from transformers.utils import HF_MODULES_CACHE
 from linearize_kernels.hf.capture import capture
 from linearize_kernels.mixer import own_mixer
-from linearize_kernels.hf.seam import attach
+from linearize_kernels.hf.attention_hooks import attach
 source, options = sys.argv[3], json.loads(sys.argv[4])
 model_class = getattr(transformers, options["class"], None) or transformers.AutoModelForCausalLM
 arguments = {"dtype": getattr(torch, options["dtype"]), "trust_remote_code": options["trust"]}

@@ -407,7 +407,7 @@ def test_a_preset_decides_mechanism_options_and_layers(linearize: Command, zoo: 
 @pytest.mark.slow
 def test_every_preset_can_be_measured() -> None:
     for one in presets():
-        asked, images = bench_model.settle(None, one.name, {}), one.name.startswith("vit-")
+        asked, images = bench_model.resolve_request(None, one.name, {}), one.name.startswith("vit-")
         shape = "deit-s" if images else "1b"
         plan = bench_model.plan_for(None, shape, asked.mechanism, asked.options, asked.layers)[0]
         assert (asked.name, plan.steps[0].mechanism) == (one.name, asked.mechanism)

@@ -12,13 +12,13 @@ import torch
 from models import HYBRID, convert_folder, load, logits, save_source, source_with_mixers, tokens
 from torch import Tensor
 
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 COPIES = ("one", "two")
-# What the second checkpoint's copies do differently: how fast slots decay, and what the seam hands back.
+# What the second checkpoint's copies do differently: how fast slots decay, and what attention_hooks.py hands back.
 EDITS = (
     ("gates.py", "F.logsigmoid(y) / damping", "F.logsigmoid(y) / (3.0 * damping)"),
-    ("seam.py", "return o.to(query.dtype), None", "return 0.5 * o.to(query.dtype), None"),
+    ("attention_hooks.py", "return o.to(query.dtype), None", "return 0.5 * o.to(query.dtype), None"),
 )
 
 

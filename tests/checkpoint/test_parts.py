@@ -29,18 +29,18 @@ from linearize.plan.mechanisms import (
     present_options,
     resolve_options,
 )
-from linearize_kernels.mixer import Site, option_types
+from linearize_kernels.mixer import AttentionSite, option_types
 
 # Numbers that switch something on.
 NUMBERS = {"window": 4, "taps": 2, "dwc": 3}
 T = 16
 
 
-def site_of(causal: bool, groups: tuple[int, ...] = ()) -> Site:
-    return Site(0, "attn", "Attention", 32, 4, 2, 8, 8, 0.3, causal, softmax_groups=groups)
+def site_of(causal: bool, groups: tuple[int, ...] = ()) -> AttentionSite:
+    return AttentionSite(0, "attn", "Attention", 32, 4, 2, 8, 8, 0.3, causal, softmax_groups=groups)
 
 
-def cases(name: str) -> Iterator[tuple[Site, dict[str, Any]]]:
+def cases(name: str) -> Iterator[tuple[AttentionSite, dict[str, Any]]]:
     """A mechanism at its defaults and with each option set otherwise, for each kind of attention that it knows."""
     mixer = load_mechanism(name)
     for causal in [*([True] * mixer.causal), *([False] * mixer.bidirectional)]:
@@ -54,7 +54,7 @@ def cases(name: str) -> Iterator[tuple[Site, dict[str, Any]]]:
                 yield site_of(causal, (1,)), given
 
 
-def fits(name: str, site: Site, given: dict[str, Any]) -> bool:
+def fits(name: str, site: AttentionSite, given: dict[str, Any]) -> bool:
     """Whether these options go together at the site."""
     try:
         build_mixer(name, site, resolve_options(name, given, site))
@@ -63,9 +63,9 @@ def fits(name: str, site: Site, given: dict[str, Any]) -> bool:
     return True
 
 
-def groups(name: str) -> dict[tuple[str, ...], list[tuple[Site, dict[str, Any]]]]:
+def groups(name: str) -> dict[tuple[str, ...], list[tuple[AttentionSite, dict[str, Any]]]]:
     """The cases of a mechanism that need the same parts."""
-    found: dict[tuple[str, ...], list[tuple[Site, dict[str, Any]]]] = {}
+    found: dict[tuple[str, ...], list[tuple[AttentionSite, dict[str, Any]]]] = {}
     for site, given in cases(name):
         if fits(name, site, given):
             parts = parts_of(name, site, resolve_options(name, given, site))
@@ -93,7 +93,7 @@ def ids(value: Any) -> str:
 
 @pytest.mark.parametrize(("name", "parts", "cases"), GROUPS, ids=ids)
 def test_the_files_that_travel_are_those_that_run(
-    tmp_path: Path, package: str, name: str, parts: tuple[str, ...], cases: list[tuple[Site, dict[str, Any]]]
+    tmp_path: Path, package: str, name: str, parts: tuple[str, ...], cases: list[tuple[AttentionSite, dict[str, Any]]]
 ) -> None:
     for file, text in flat_files([name, *parts]).items():
         (tmp_path / file).write_text(text, "utf-8")
@@ -104,7 +104,7 @@ def test_the_files_that_travel_are_those_that_run(
     layout = importlib.import_module(f"{package}.layout").TokenLayout
     for site, given in cases:
         options = resolve_options(name, given, site)
-        mixer = mixers.mixer_at(kind, mixers.Site(**vars(site)), options)
+        mixer = mixers.mixer_at(kind, mixers.AttentionSite(**vars(site)), options)
         mixer.reset_parameters()
         q, k, v = (torch.randn(1, T, heads, 8) for heads in (4, 2, 2))
         assert mixer(q, k, v, torch.randn(1, T, 32), layout(causal=site.causal))[0].shape == q.shape

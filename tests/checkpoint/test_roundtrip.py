@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.verify.reload import check_keys, check_logits
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 LAYERS = ("all", HYBRID)
 EXACT = TOLERANCE[torch.float32]
@@ -323,7 +323,7 @@ def test_saved_again_it_is_the_same(zoo: Zoo, tmp_path: Path) -> None:
     for generation in ("first", "second"):
         model.save_pretrained(tmp_path / generation)
         model = load(tmp_path / generation)
-        assert {"seam.py", "gsa.py", "modeling_linearized.py"} <= {
+        assert {"attention_hooks.py", "gsa.py", "modeling_linearized.py"} <= {
             path.name for path in (tmp_path / generation).iterdir()
         }
         assert "linearize_sdpa" not in (tmp_path / generation / "config.json").read_text()

@@ -35,7 +35,7 @@ from linearize.plan.keep import METHODS, Choice
 from linearize.plan.plan import Plan
 from linearize.recipe.recipe import Recipe
 from linearize.terminal.tables import choice_table
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 OPTIONS = {"slots": 8, "chunk_size": 16}
 MATTERS = 2  # the one layer of `place` whose attention reaches the residual stream

@@ -36,7 +36,7 @@ SHAPES = {DIT: (4, 8, 8), SANA: (4, 4, 8), WAN: (4, 3, 4, 8)}
 STAGES = """
 stages:
   - {kind: attention_transfer, optimizer: {lr: 3.0e-3}, batch: {per_device: 4}, steps: 30}
-  - {kind: prediction, optimizer: {lr: 2.0e-3}, batch: {per_device: 2, accumulate: 2}, steps: 30}
+  - {kind: prediction, optimizer: {lr: 2.0e-3}, batch: {per_device: 2, gradient_accumulation_steps: 2}, steps: 30}
 eval: {levels: [0.1, 0.9], samples: 2, sampling_steps: 3, max_latents: 4}
 """
 
@@ -248,7 +248,9 @@ def flipped(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-QUICK = STAGES.replace("steps: 30", "steps: 2").replace("accumulate: 2", "accumulate: 1")
+QUICK = STAGES.replace("steps: 30", "steps: 2").replace(
+    "gradient_accumulation_steps: 2", "gradient_accumulation_steps: 1"
+)
 MORE = "checkpoint: {every_steps: 1}\nfinish: {verify: false}\n"
 
 

@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from linearize.errors import Exit, LinearizeError
 from linearize.estimate import kernels, memory
 from linearize.estimate.advice import fitting_rows, written
-from linearize.estimate.alike import Layers, Unlike, find_layers
 from linearize.estimate.estimate import estimate, packed_tokens
 from linearize.estimate.gpus import CARDS, Device, card, cpu_rates, per_hour, present
 from linearize.estimate.kernels import most_of
 from linearize.estimate.memory import Rehearsal, divided
+from linearize.estimate.repeated_layers import Layers, LayersDiffer, find_layers
 from linearize.estimate.step import Step
 from linearize.estimate.tracker import Tracker, Work
 from linearize.job import checks, resolve
@@ -43,7 +43,7 @@ RECIPES: dict[str, list[dict[str, Any]]] = {
     "transfer": [TRANSFER],
     "all": [KL],
     "all, after a transfer": [TRANSFER, KL],
-    "accumulated": [stage("logit_kl", "all", batch={"per_device": 1, "accumulate": 2})],
+    "accumulated": [stage("logit_kl", "all", batch={"per_device": 1, "gradient_accumulation_steps": 2})],
     "mixer": [stage("logit_kl", "mixer", batch={"per_device": 3})],
     "lora": [stage("logit_kl", ["new", "lora"])],
     "sft": [stage("sft", "all")],
@@ -108,18 +108,22 @@ def test_parts_are_those_of_a_real_step(root: Path, tmp_path: Path, name: str) -
     assert found.parts["optimizer"] == sum(x.nbytes for x in moments)
     assert found.parts["teacher"] == student.teacher_bytes() == found.teacher_copy
     gradients = sum(p.grad.nbytes for p in step.parameters if p.grad is not None)
-    if step.stage.batch.accumulate > 1:
+    if step.stage.batch.gradient_accumulation_steps > 1:
         assert found.parts["gradients"] == gradients
     assert found.parts["gradients"] <= gradients
     if step.transfers:  # the pass of the teacher around it keeps more
         assert found.saved > most[1]
     else:
         assert found.saved == pytest.approx(max(most), rel=0.1)
-    if step.stage.batch.accumulate == 1:
+    if step.stage.batch.gradient_accumulation_steps == 1:
         optimizer.zero_grad()
     batch = step.batch()
     real = allocated(lambda: step.micro_batch(batch))
-    new = ("activations", "logits", "gradients") if step.stage.batch.accumulate == 1 else ("activations", "logits")
+    new = (
+        ("activations", "logits", "gradients")
+        if step.stage.batch.gradient_accumulation_steps == 1
+        else ("activations", "logits")
+    )
     assert sum(found.parts[part] for part in new) == pytest.approx(real, rel=0.1)
     assert found.checkpoint == sum(tensor.nbytes for tensor in student.state().values())
 
@@ -253,7 +257,7 @@ def test_a_layer_of_another_form_is_rehearsed_with_all(
     def counted(self: Rehearsal, step: Step, models: Any, lists: Any) -> Any:
         asked.append(len(lists))
         if lists:
-            raise Unlike("passes on more")
+            raise LayersDiffer("passes on more")
         return count(self, step, models, lists)
 
     monkeypatch.setattr(memory, "find_layers", lambda models: [Layers(0, [], {})])
@@ -440,7 +444,7 @@ def test_shards_have_the_masters_of_later_stages_from_the_start(root: Path, tmp_
 def test_what_is_gathered_does_not_grow_with_the_rows(root: Path, tmp_path: Path) -> None:
     """Two cards of 80 GB took two rows of an 8B model where eight fit: seven gathered GiB counted as rows."""
     folder = base(root, "llama", "bfloat16")
-    recipe = make_recipe(tmp_path, folder, {**KL, "batch": {"per_device": 1, "accumulate": 8}})
+    recipe = make_recipe(tmp_path, folder, {**KL, "batch": {"per_device": 1, "gradient_accumulation_steps": 8}})
     device = small(1 << 40)
     (alone,) = estimate(Rehearsal(recipe, None, folder, "bf16", gpu=True), device).stages
     gathered = 10 * alone.memory.peak
@@ -539,7 +543,7 @@ def test_disk_is_what_a_run_writes(root: Path, tmp_path: Path, monkeypatch: pyte
     """All of the training text, however little the stages ask for; and checkpoints within stages that write some."""
     stages = [stage("attention_transfer"), stage("logit_kl", "all", data=SHORT)]
     data = {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}
-    more: dict[str, Any] = {"checkpoint": {"every_steps": every, "keep": 1}, "eval": {"max_tokens": 64}}
+    more: dict[str, Any] = {"checkpoint": {"every_steps": every, "save_total_limit": 1}, "eval": {"max_tokens": 64}}
     recipe = make_recipe(tmp_path, base(root, "llama"), *stages, data=data, **more)
     found = dry_run(recipe, print)["disk"]
     place, fullest, drop = tmp_path / "run", list[int](), runs.discard

@@ -468,7 +468,7 @@ def index_elsewhere(folder: Path) -> None:
     ("spoil", "code", "message"),
     [
         (lambda f: (f / MANIFEST).unlink(), Exit.INCOMPATIBLE, "but has no linearize.json"),
-        (lambda f: (f / "seam.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
+        (lambda f: (f / "attention_hooks.py").write_text("import os"), Exit.INCOMPATIBLE, "carries other code"),
         (link_as_weights, Exit.INCOMPATIBLE, "secret.safetensors"),
         (index_elsewhere, Exit.INCOMPATIBLE, "'/etc/passwd' leaves the folder"),
         (lambda f: (f / MIXER_SHARD).unlink(), Exit.CHECK_FAILED, f"lacks {MIXER_SHARD}"),

@@ -11,7 +11,7 @@ import transformers
 
 from linearize.convert import convert, plan_conversion
 from linearize.verify.child.inputs import auto_class
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 SWIN = {
     "embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4, "patch_size": 4,

@@ -21,7 +21,7 @@ from linearize.convert import convert, plan_conversion
 from linearize.plan.mechanisms import load_mechanism
 from linearize.serve.shards import shard
 from linearize.serve.states import layout_class, state_layouts
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 # Mechanism and options -> what stays in float32.
 CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {

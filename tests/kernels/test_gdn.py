@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from linearize.plan.mechanisms import build_mixer, resolve_options
-from linearize_kernels.gdn.gdn import DeltaState, gdn, gdn_reference
+from linearize_kernels.gdn.gdn import DeltaState, gdn, naive_gdn
 from linearize_kernels.layers.constant import ones_direction
 from linearize_kernels.layers.conv import short_conv
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 EXACT = TOLERANCE[torch.float64]
 
@@ -43,7 +43,7 @@ def test_it_is_its_definition_with_all_gradients(T: int, padded: bool, packed: b
         "segments": (torch.rand(2, T) < 0.05).long().cumsum(1) if packed else None,
     }
     results = []
-    for op, options in ((gdn, {"chunk_size": 32}), (gdn_reference, {})):
+    for op, options in ((gdn, {"chunk_size": 32}), (naive_gdn, {})):
         o, (last,) = op(*rows, scale=0.7, read_gate=read, write_gate=write, state=DeltaState(S), **masks, **options)
         torch.manual_seed(1)
         loss = (o * torch.randn_like(o)).sum() + (last * torch.randn_like(last)).sum()
@@ -58,7 +58,7 @@ def test_weak_gates_after_strong_ones_keep_their_digits() -> None:
     rows[3][:, :20] = -1000.0
     single = [y.float() for y in rows]
     o, _ = gdn(*single)
-    assert relative_error(o, gdn_reference(*rows)[0]) < TOLERANCE[torch.float32]
+    assert relative_error(o, naive_gdn(*rows)[0]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("cuts", [(0, 40, 40, 41, 100), (0, 100)])
@@ -70,7 +70,7 @@ def test_sequences_end_to_end_are_sequences_apart(cuts: tuple[int, ...]) -> None
     o, (last,) = gdn(*rows, **gates, cu_seqlens=cu, state=DeltaState(S))
     for n, (start, end) in enumerate(pairwise(cuts)):
         own = {name: y[:, start:end] for name, y in gates.items()}
-        alone, (after,) = gdn_reference(*(y[:, start:end] for y in rows), **own, state=DeltaState(S[n : n + 1]))
+        alone, (after,) = naive_gdn(*(y[:, start:end] for y in rows), **own, state=DeltaState(S[n : n + 1]))
         assert relative_error(o[:, start:end], alone) < EXACT
         assert relative_error(last[n : n + 1], after) < EXACT
     assert torch.equal(gdn(*rows, cu_seqlens=cu)[0][:, :40], gdn(*(y[:, :40] for y in rows))[0])
@@ -100,7 +100,7 @@ def test_equal_keys_do_not_blow_up_in_fp32() -> None:
     k = k[:, :1].expand_as(k).contiguous()
     rows = [q, k, v, 0 * g, torch.ones_like(beta)]
     o, _ = gdn(*(y.float() for y in rows))
-    assert relative_error(o, gdn_reference(*rows)[0]) < TOLERANCE[torch.float32]
+    assert relative_error(o, naive_gdn(*rows)[0]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_the_tail_is_that_of_the_last_document_and_goes_to_the_first() -> None:
 
 
 def test_a_mixer_starts_with_the_half_lives_and_strength_asked_for() -> None:
-    site = Site(0, "a", "self", 24, 6, 3, 8, 8, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", 24, 6, 3, 8, 8, 8**-0.5, causal=True)
     options = {"half_life_min": 10.0, "half_life_max": 1000.0, "write": 0.2, "gate_std": 0.0}
     mixer: Any = build_mixer("gdn", site, resolve_options("gdn", options))
     mixer.reset_parameters()
@@ -198,7 +198,7 @@ def test_a_mixer_starts_with_the_half_lives_and_strength_asked_for() -> None:
 
 
 def test_uniform_gates_of_one_change_nothing() -> None:
-    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
     mixer: Any = build_mixer("gdn", site, resolve_options("gdn", {"taps": 4}))
     mixer.reset_parameters()
     rows = [torch.randn(2, 30, heads, dim) for heads, dim in ((4, 8), (2, 8), (2, 6))]
@@ -223,13 +223,13 @@ def test_uniform_gates_of_one_change_nothing() -> None:
     ],
 )
 def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str) -> None:
-    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
     with pytest.raises(Exception, match=message):
         build_mixer("gdn", site, resolve_options("gdn", options))
 
 
 def test_calibration_finds_half_lives_and_strengths() -> None:
-    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
     m = build_mixer("gdn", site, resolve_options("gdn", {}))
     m.reset_parameters()
     inputs = [torch.randn(2, 60, *shape) for shape in ((4, 8), (2, 8), (2, 6), (24,))]
@@ -258,7 +258,7 @@ def test_native_is_the_layer_of_qwen3_5(size: float) -> None:
         hidden_size=24, num_hidden_layers=1, layer_types=["linear_attention"], linear_num_key_heads=H,
         linear_num_value_heads=H, linear_key_head_dim=D, linear_value_head_dim=Dv,
     )  # fmt: skip
-    site = Site(0, "a", "self", 24, H, H, D, Dv, D**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", 24, H, H, D, Dv, D**-0.5, causal=True)
     mixer: Any = build_mixer("gdn", site, resolve_options("gdn", {"native": True}))
     mixer.reset_parameters()
     layer = Qwen3_5GatedDeltaNet(config, 0).eval()
@@ -286,7 +286,7 @@ def test_native_is_the_layer_of_qwen3_5(size: float) -> None:
 @torch.no_grad()
 def test_native_calibrates_gates_without_a_bias() -> None:
     """By the direction that all hidden states share."""
-    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
     m: Any = build_mixer("gdn", site, resolve_options("gdn", {"native": True}))
     m.reset_parameters()
     inputs = [torch.randn(2, 60, *shape) for shape in ((4, 8), (2, 8), (2, 6), (24,))]

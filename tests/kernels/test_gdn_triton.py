@@ -149,20 +149,20 @@ def test_sizes_that_do_not_fit_are_told() -> None:
 
 def sequences_apart(cu: list[int], state: Any, **rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """The reference for sequences laid end to end."""
-    from linearize_kernels.gdn.gdn import gdn_reference
+    from linearize_kernels.gdn.gdn import naive_gdn
     from linearize_kernels.layers.scan import each_sequence
 
-    return each_sequence(gdn_reference, torch.tensor(cu), state, **rows)
+    return each_sequence(naive_gdn, torch.tensor(cu), state, **rows)
 
 
 def compare(case: dict[str, Any]) -> dict[str, float]:
-    from linearize_kernels.gdn.gdn import gdn, gdn_reference
+    from linearize_kernels.gdn.gdn import gdn, naive_gdn
 
     full = BASE | case
     leaves, sent = build(full)
     layout = masks(full, full["B"], full["T"])
     op = partial(gdn, backend="triton", **layout)
-    exact = partial(sequences_apart, case["cu"]) if "cu" in case else partial(gdn_reference, **layout)
+    exact = partial(sequences_apart, case["cu"]) if "cu" in case else partial(naive_gdn, **layout)
     wanted = not case.get("step")
     ours = outcome(full, [x.clone().requires_grad_(wanted) for x in leaves], sent, op)
     reference = outcome(full, [x.double().requires_grad_(wanted) for x in leaves], sent, exact)

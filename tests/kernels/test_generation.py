@@ -23,13 +23,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.plan.mechanisms import build_mixer, resolve_options
+from linearize_kernels.hf.attention_hooks import mixers_of
 from linearize_kernels.hf.cache import StateLayer
 from linearize_kernels.hf.interface import register_backend
-from linearize_kernels.hf.seam import mixers_of
 from linearize_kernels.layers.rotary import Rotation
 from linearize_kernels.layers.scan import numbered
 from linearize_kernels.layout import Grid, TokenLayout, joined, part_of
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = TOLERANCE[torch.float32]
@@ -416,7 +416,7 @@ def test_states_that_are_kept_at_8b_take_less_than_5_percent() -> None:
     """The most that is kept, three states and 255 tokens, in a layer of Llama 3.1 8B's shape, in bf16: the preset
     gsa-window in all 32 layers, or in 24 beside 8 that keep softmax over 4,096 tokens. 5 % of the weights alone."""
     preset = yaml.safe_load((ROOT / "recipes" / "gsa-window.yaml").read_text("utf-8"))["convert"]
-    site = Site(0, "layer", "Attention", 4096, 32, 8, 128, 128, 128**-0.5, causal=True)
+    site = AttentionSite(0, "layer", "Attention", 4096, 32, 8, 128, 128, 128**-0.5, causal=True)
     weights, states, inputs = 2 * 8_030_261_248, {}, {}
     for name, options in ((preset["mechanism"], preset["options"]), ("window", {"window": 4096, "sink": 4})):
         mixer = build_mixer(name, site, resolve_options(name, options, site)).to(torch.bfloat16)

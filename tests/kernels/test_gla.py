@@ -14,9 +14,9 @@ from torch import Tensor
 
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, resolve_options
-from linearize_kernels.gla.gla import GLAState, gla, gla_reference
+from linearize_kernels.gla.gla import GLAState, gla, naive_gla
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 EXACT = TOLERANCE[torch.float64]
 HIDDEN = 24
@@ -42,7 +42,7 @@ def test_it_is_its_recurrence_with_all_gradients(T: int, gate: float, padded: bo
         "segments": (torch.rand(2, T) < 0.05).long().cumsum(1) if packed else None,
     }
     results, weights = [], None
-    for run in (gla, gla_reference):
+    for run in (gla, naive_gla):
         q, k, v, g, read, write, memory = leaves
         o, state = run(q, k, v, g, **masks, read_gate=read, write_gate=write, state=GLAState(memory))
         weights = [torch.randn_like(y) for y in (o, state.memory)] if weights is None else weights
@@ -119,7 +119,7 @@ def test_wrong_shapes_are_told(change: dict[str, Any], message: str) -> None:
 
 
 def mixer(**options: Any) -> Any:
-    site = Site(0, "a", "self", HIDDEN, 4, 2, 8, 6, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", HIDDEN, 4, 2, 8, 6, 8**-0.5, causal=True)
     made = build_mixer("gla", site, resolve_options("gla", options))
     made.reset_parameters()
     return made

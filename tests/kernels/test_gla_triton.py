@@ -164,7 +164,7 @@ def build(case: dict[str, Any]) -> dict[str, Any]:
 
 def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict[str, torch.Tensor]:
     """Output, last memory and every gradient, by the float64 reference or by the kernels."""
-    from linearize_kernels.gla.gla import GLAState, gla, gla_reference
+    from linearize_kernels.gla.gla import GLAState, gla, naive_gla
 
     def leaf(x: torch.Tensor) -> torch.Tensor:
         return (x.double() if reference else x).clone().requires_grad_(not case.get("step"))
@@ -177,12 +177,12 @@ def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict
     if not reference:
         o, last = gla(**tokens, **layout, state=state, backend="triton")
     elif cu is None:
-        o, last = gla_reference(**tokens, **layout, state=state)
+        o, last = naive_gla(**tokens, **layout, state=state)
     else:
         bounds, parts = case["cu"], []
         for n in range(len(bounds) - 1):
             own = None if state is None else GLAState(state.memory[n : n + 1])
-            parts.append(gla_reference(**{y: x[:, bounds[n] : bounds[n + 1]] for y, x in tokens.items()}, state=own))
+            parts.append(naive_gla(**{y: x[:, bounds[n] : bounds[n + 1]] for y, x in tokens.items()}, state=own))
         o, last = torch.cat([part[0] for part in parts], 1), GLAState(torch.cat([part[1].memory for part in parts]))
     out = {"o": o, "last": last.memory}
     if not case.get("step"):

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.mechanisms import resolve_options
-from linearize_kernels.gsa.gsa import GatedSlotAttention, GSAState, gsa, gsa_reference
+from linearize_kernels.gsa.gsa import GatedSlotAttention, GSAState, gsa, naive_gsa
 from linearize_kernels.layers.scan import block_width
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site, option_types
+from linearize_kernels.mixer import AttentionSite, option_types
 
 C = 16  # chunk size of most tests: small, so that short sequences cross many boundaries
 F64 = torch.float64
@@ -111,14 +111,14 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 @pytest.mark.parametrize("T", [1, 2, C - 1, C, C + 1, 3 * C + 5])
 def test_recurrence_is_the_quadratic_form(T: int) -> None:
     x = problem(T, grad=False)
-    assert relative_error(gsa_reference(**x)[0], quadratic(**x)) <= TOLERANCE[F64]
+    assert relative_error(naive_gsa(**x)[0], quadratic(**x)) <= TOLERANCE[F64]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("T", [1, 2, C - 1, C, C + 1, 3 * C + 5])
 def test_chunk_form_is_the_recurrence(T: int, dtype: torch.dtype) -> None:
     x = problem(T)
-    reference = with_gradients(gsa_reference, x)
+    reference = with_gradients(naive_gsa, x)
     ours = with_gradients(gsa, as_dtype(x, dtype), chunk_size=C)
     assert ours["o"].dtype == dtype
     assert_same(ours, reference, TOLERANCE[dtype])
@@ -130,7 +130,7 @@ def test_every_width_and_grouping(size: tuple[int, int, int, int, int, int]) -> 
     state = random_state(1, size)
     assert_same(
         with_gradients(gsa, x, state=state, chunk_size=C),
-        with_gradients(gsa_reference, x, state=state),
+        with_gradients(naive_gsa, x, state=state),
         TOLERANCE[F64],
     )
 
@@ -153,7 +153,7 @@ def test_strong_gates_narrow_the_blocks_and_stay_exact(
         x["g"].copy_(-torch.linspace(0.5, 1.0, 3 * C, dtype=F64)[:, None, None] * torch.linspace(0.1, 1, 16) * gates)
     ours = with_gradients(gsa, as_dtype(x, dtype), chunk_size=C)
     assert widths == {width}
-    assert_same(ours, with_gradients(gsa_reference, x), TOLERANCE[dtype])
+    assert_same(ours, with_gradients(naive_gsa, x), TOLERANCE[dtype])
 
 
 def test_a_shut_gate_does_not_blur_the_gates_after_it() -> None:
@@ -162,7 +162,7 @@ def test_a_shut_gate_does_not_blur_the_gates_after_it() -> None:
     with torch.no_grad():
         x["g"][:, ::C] = -1e4
     ours = with_gradients(gsa, as_dtype(x, torch.float32), chunk_size=4 * C)
-    assert_same(ours, with_gradients(gsa_reference, x), TOLERANCE[torch.float32])
+    assert_same(ours, with_gradients(naive_gsa, x), TOLERANCE[torch.float32])
 
 
 @settings(max_examples=25, deadline=None)
@@ -192,7 +192,7 @@ def test_any_shape_any_mask(
     if masked in ("segments", "both"):
         keywords["segments"] = torch.randint(0, 3, (2, T)) // 2  # long documents whose numbers come back
     x = problem(T, size=size, gates=gates)
-    reference = with_gradients(gsa_reference, x, **keywords)
+    reference = with_gradients(naive_gsa, x, **keywords)
     assert_same(with_gradients(gsa, x, chunk_size=chunk, **keywords), reference, TOLERANCE[F64])
 
 
@@ -218,7 +218,7 @@ def test_step_is_the_recurrence_with_gradients() -> None:
     for padding in (None, torch.tensor([[True], [False]])):
         state = random_state(2, size)
         ours = with_gradients(gsa, x, state=state, padding=padding)
-        assert_same(ours, with_gradients(gsa_reference, x, state=state, padding=padding), TOLERANCE[F64])
+        assert_same(ours, with_gradients(naive_gsa, x, state=state, padding=padding), TOLERANCE[F64])
 
 
 # ---------------------------------------------------------------- cutting, packing, padding
@@ -262,7 +262,7 @@ def test_cu_seqlens_is_each_sequence_alone() -> None:
 
     def alone(state: GSAState, **x: Tensor) -> tuple[Tensor, GSAState]:
         parts = [
-            gsa_reference(
+            naive_gsa(
                 **{name: y[:, a:b] for name, y in x.items()}, state=GSAState(*(part[n : n + 1] for part in state))
             )
             for n, (a, b) in enumerate(itertools.pairwise(cu.tolist()))
@@ -283,7 +283,7 @@ def test_segments_are_separate_documents_even_when_a_number_comes_back() -> None
 
     def alone(**x: Tensor) -> tuple[Tensor, GSAState]:
         parts = zip(*(y.split(lengths, 1) for y in x.values()), strict=True)
-        outputs, states = zip(*(gsa_reference(*part) for part in parts), strict=True)
+        outputs, states = zip(*(naive_gsa(*part) for part in parts), strict=True)
         return torch.cat(outputs, 1), states[-1]
 
     packed = with_gradients(gsa, x, segments=segments, chunk_size=C)
@@ -367,7 +367,7 @@ def test_half_precision_inputs_keep_dtype_and_accuracy(dtype: torch.dtype) -> No
     ours = with_gradients(gsa, x, chunk_size=C)
     assert ours["o"].dtype == dtype
     assert ours["keys"].dtype == ours["values"].dtype == torch.float32
-    assert_same(ours, with_gradients(gsa_reference, as_dtype(x, F64)), TOLERANCE[dtype])
+    assert_same(ours, with_gradients(naive_gsa, as_dtype(x, F64)), TOLERANCE[dtype])
 
 
 def test_long_bf16_sequence_stays_finite_and_right() -> None:
@@ -522,10 +522,10 @@ def test_outputs_are_linear_in_values(seed: int, factor: float) -> None:
 
 # ---------------------------------------------------------------- the mixer and its options
 
-SITE = Site(0, "model.layers.0.self_attn", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+SITE = AttentionSite(0, "model.layers.0.self_attn", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
 
 
-def mixer(site: Site = SITE, **options: Any) -> GatedSlotAttention:
+def mixer(site: AttentionSite = SITE, **options: Any) -> GatedSlotAttention:
     torch.manual_seed(3)
     made = GatedSlotAttention(site, **options)
     made.reset_parameters()
@@ -595,7 +595,7 @@ def test_gate_heads_make_one_memory_per_key_head_or_per_query_head() -> None:
         assert state.values.shape == (2, E, 16, 6)
 
 
-def test_rope_false_asks_the_seam_to_drop_it() -> None:
+def test_rope_false_asks_the_hooks_to_drop_it() -> None:
     assert mixer(rope=False).drop_rope
     assert not mixer(rope=True).drop_rope
 
@@ -612,7 +612,7 @@ def test_activations_and_scale(feature_map: str, value_act: str, output_act: str
     q, k, v, x = tokens(9)
     phi, scale = ACTIVATIONS[feature_map], 1.0 if unit_scale else SITE.scale
     g = m.gates(m._before_gates(x), TokenLayout(), 0)
-    o, _ = gsa_reference(phi(q), phi(k), ACTIVATIONS[value_act](v), g, scale=scale)
+    o, _ = naive_gsa(phi(q), phi(k), ACTIVATIONS[value_act](v), g, scale=scale)
     assert relative_error(mix(m, (q, k, v, x))[0], ACTIVATIONS[output_act](o)) <= TOLERANCE[torch.float32]
 
 
@@ -738,7 +738,7 @@ def test_faithful_is_the_published_layer() -> None:
     m, (q, k, v, x) = mixer(**options), tokens(9)
     assert m.drop_rope
     g = F.logsigmoid(m.forget(x)).unflatten(-1, (2, 16)) / 8
-    o = F.silu(gsa_reference(F.silu(q), F.silu(k), F.silu(v), g, scale=1.0)[0])
+    o = F.silu(naive_gsa(F.silu(q), F.silu(k), F.silu(v), g, scale=1.0)[0])
     expected = F.rms_norm(o.flatten(2), (24,), m.norm_weight.flatten(), 1e-6).view_as(o)
     assert relative_error(mix(m, (q, k, v, x))[0], expected) <= TOLERANCE[torch.float32]
 

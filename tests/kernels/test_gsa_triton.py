@@ -154,7 +154,7 @@ def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int, D: int) -> No
     from linearize_kernels.gsa.config import choose
 
     config = choose((9, 0), 227 * 1024, M, D, D, torch.bfloat16)
-    config = config._replace(chunk=config.sweep_chunk or config.chunk)
+    config = config._replace(chunk_size=config.sweep_chunk_size or config.chunk)
     part, warps, stages = config.sweep[("read", "mix", "keys", "gates").index(name)]
     size = M if name in ("read", "gates") else D
     constants = overrides_for(config, M, D) | {
@@ -249,7 +249,7 @@ def build(case: dict[str, Any]) -> dict[str, Any]:
 
 def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict[str, torch.Tensor]:
     """Output, last memories and every gradient, by the float64 reference or by the kernels."""
-    from linearize_kernels.gsa.gsa import GSAState, gsa, gsa_reference
+    from linearize_kernels.gsa.gsa import GSAState, gsa, naive_gsa
 
     leaves = [(x.double() if reference else x).clone().requires_grad_(not case.get("step")) for x in made["inputs"]]
     q, k, v, g, *memories = leaves
@@ -260,13 +260,13 @@ def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict
     if not reference:
         o, last = gsa(q, k, v, g, **layout, state=state, backend="triton")
     elif cu is None:
-        o, last = gsa_reference(q, k, v, g, **layout, state=state)
+        o, last = naive_gsa(q, k, v, g, **layout, state=state)
     else:
         bounds, parts = case["cu"], []
         for n in range(len(bounds) - 1):
             own = None if state is None else GSAState(*(x[n : n + 1] for x in state))
             span = slice(bounds[n], bounds[n + 1])
-            parts.append(gsa_reference(*(x[:, span] for x in (q, k, v, g)), state=own))
+            parts.append(naive_gsa(*(x[:, span] for x in (q, k, v, g)), state=own))
         o = torch.cat([part[0] for part in parts], 1)
         last = GSAState(*(torch.cat(x) for x in zip(*(part[1] for part in parts), strict=True)))
     out = {"o": o, "keys": last.keys, "values": last.values, "seen": last.seen}
@@ -286,7 +286,11 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
     from linearize_kernels.gsa.config import Walk
 
     made, configure = build(case), launch.configure
-    walks = {"sweep": (Walk(16, 4, 1),) * 4, "sweep_programs": case.get("sweep"), "sweep_chunk": case.get("chunk", 0)}
+    walks = {
+        "sweep": (Walk(16, 4, 1),) * 4,
+        "sweep_programs": case.get("sweep"),
+        "sweep_chunk_size": case.get("chunk", 0),
+    }
     walks = walks if "sweep" in case else {}
     with mock.patch.object(launch, "configure", lambda *inputs: configure(*inputs)._replace(**walks)):
         return largest_errors(results(case, made, False), results(case, made, True))

@@ -125,13 +125,13 @@ def stops_a_compiler(source: str) -> list[str]:
     return [f"line {names[name]}: {name}" for name in ("is_autocast_available",) if name in names]
 
 
-def mixer_and_reference(source: str, name: str) -> list[str]:
+def mixer_and_naive_form(source: str, name: str) -> list[str]:
     """A mechanism file defines exactly one Mixer, its op and the op's slow twin."""
     body = ast.parse(source).body
     mixers = [n.name for n in body if isinstance(n, ast.ClassDef) and "Mixer" in map(ast.unparse, n.bases)]
     functions = {n.name for n in body if isinstance(n, ast.FunctionDef)}
     complaints = [] if len(mixers) == 1 else [f"defines {len(mixers)} mixers"]
-    return complaints + [f"lacks {f}()" for f in (name, f"{name}_reference") if f not in functions]
+    return complaints + [f"lacks {f}()" for f in (name, f"naive_{name}") if f not in functions]
 
 
 RULES: list[Callable[[str], list[str]]] = [
@@ -147,7 +147,7 @@ def test_every_file_keeps_the_rule(name: str, rule: Callable[[str], list[str]]) 
 
 @pytest.mark.parametrize("name", mechanism_names())
 def test_a_mechanism_file_has_one_mixer_an_op_and_a_reference(name: str) -> None:
-    assert mixer_and_reference(FILES[name].read_text("utf-8"), name) == []
+    assert mixer_and_naive_form(FILES[name].read_text("utf-8"), name) == []
 
 
 BAD = [
@@ -209,14 +209,14 @@ def read(path):
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("class A(Mixer): ...\nclass B(Mixer): ...\ndef x(): ...\ndef x_reference(): ...", "defines 2 mixers"),
-        ("def x(): ...\ndef x_reference(): ...", "defines 0 mixers"),
-        ("class A(Mixer): ...\ndef x_reference(): ...", "lacks x()"),
-        ("class A(Mixer): ...\ndef x(): ...", "lacks x_reference()"),
+        ("class A(Mixer): ...\nclass B(Mixer): ...\ndef x(): ...\ndef naive_x(): ...", "defines 2 mixers"),
+        ("def x(): ...\ndef naive_x(): ...", "defines 0 mixers"),
+        ("class A(Mixer): ...\ndef naive_x(): ...", "lacks x()"),
+        ("class A(Mixer): ...\ndef x(): ...", "lacks naive_x()"),
     ],
 )
 def test_an_incomplete_mechanism_file_is_told(source: str, complaint: str) -> None:
-    assert mixer_and_reference(source, "x") == [complaint]
+    assert mixer_and_naive_form(source, "x") == [complaint]
 
 
 def test_rooms_are_no_packages_and_their_files_have_names_of_their_own() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, resolve_options
-from linearize_kernels.la.la import LAState, la, la_reference
+from linearize_kernels.la.la import LAState, la, naive_la
 from linearize_kernels.layers.features import featured
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 EXACT = TOLERANCE[torch.float64]
 HIDDEN = 24
@@ -42,7 +42,7 @@ def test_it_is_its_definition_with_all_gradients(causal: bool, T: int, padded: b
     padding = torch.rand(2, T) > 0.3 if padded else None
     segments = (torch.rand(2, T) < 0.05).long().cumsum(1) if packed else None
     o, _ = la(q, k, v, a=a, b=b, causal=causal, padding=padding, segments=segments)
-    expected = la_reference(q, k, v, a=a, b=b, causal=causal, padding=padding, segments=segments)
+    expected = naive_la(q, k, v, a=a, b=b, causal=causal, padding=padding, segments=segments)
     assert relative_error(o, expected) < EXACT
     weight = torch.randn_like(o)
     ours = torch.autograd.grad((o * weight).sum(), leaves)
@@ -155,7 +155,7 @@ def test_no_tokens_no_change() -> None:
 
 
 def mixer(**options: Any) -> Any:
-    site = Site(0, "a", "self", HIDDEN, 4, 2, 8, 6, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", HIDDEN, 4, 2, 8, 6, 8**-0.5, causal=True)
     made = build_mixer("la", site, resolve_options("la", options))
     made.reset_parameters()
     return made

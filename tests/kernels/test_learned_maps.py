@@ -11,7 +11,7 @@ from triton_tools import gradients, interpreted
 
 from linearize_kernels.layers.features import Features
 from linearize_kernels.layers.learned_maps import fits, map_op
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 SHAPES = [(2, 5, 3, 16), (1, 150, 2, 24)]
 HALF, FULL = torch.float16, torch.float32
@@ -63,7 +63,7 @@ def test_kernels_take_weights_in_the_dtype_of_y_or_in_fp32(dtype: torch.dtype, w
 
 def of_no_tokens(kind: str) -> tuple[int, ...]:
     """The shape of features of no tokens; their weights get a gradient, too."""
-    site = Site(0, "", "", 32, 2, 1, 16, 16, 0.2, True)
+    site = AttentionSite(0, "", "", 32, 2, 1, 16, 16, 0.2, True)
     features = Features.at(site, kind)
     features.reset_parameters()
     out = features(torch.randn(1, 0, 2, 16), "query")
@@ -92,7 +92,7 @@ def test_the_operator_is_registered_as_it_should_be() -> None:
 def feature_paths(kind: str) -> float:
     """The difference between what a mixer's features are with kernels, and in PyTorch."""
     torch.manual_seed(0)
-    site = Site(0, "", "", 32, 2, 1, 16, 16, 0.2, True)
+    site = AttentionSite(0, "", "", 32, 2, 1, 16, 16, 0.2, True)
     features, y = Features.at(site, kind), torch.randn(2, 9, 2, 16)
     assert features.kernel is not None
     features.reset_parameters()

@@ -383,16 +383,16 @@ def check_operators() -> None:
 def precisions() -> list[Any]:
     """What `auto` stands for as torch is, where its products may be tf32, and again without; what was asked for; and
     whether fp32 takes the kernels."""
-    from linearize_kernels.linear.launch import settled_precision, use_triton
+    from linearize_kernels.linear.launch import resolve_precision, use_triton
 
     q, found, kept = torch.rand(1, 5, 2, 64), [], torch.get_float32_matmul_precision()
     try:
         for precision in ("highest", "high", "highest"):
             torch.set_float32_matmul_precision(precision)
-            found.append(settled_precision("auto"))
+            found.append(resolve_precision("auto"))
     finally:
         torch.set_float32_matmul_precision(kept)
-    return [*found, settled_precision("tf32"), use_triton("auto", "auto", q, q, 2)]
+    return [*found, resolve_precision("tf32"), use_triton("auto", "auto", q, q, 2)]
 
 
 def passed_on() -> list[str]:

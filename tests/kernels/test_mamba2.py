@@ -14,11 +14,11 @@ from triton_tools import interpreted
 
 from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mamba2.mamba2 import mamba2, mamba2_reference
-from linearize_kernels.mixer import Site
+from linearize_kernels.mamba2.mamba2 import mamba2, naive_mamba2
+from linearize_kernels.mixer import AttentionSite
 
 EXACT = TOLERANCE[torch.float64]
-SITE = Site(0, "a", "self", 24, 6, 3, 8, 4, 8**-0.5, causal=True)
+SITE = AttentionSite(0, "a", "self", 24, 6, 3, 8, 4, 8**-0.5, causal=True)
 SHAPES = [(1, 1, 2, 2, 4, 4), (2, 70, 4, 2, 8, 6), (1, 130, 3, 1, 16, 8)]
 
 
@@ -42,7 +42,7 @@ def test_it_computes_its_equations_and_their_gradients(shape: tuple[int, ...], l
     if layout == "segments":
         places["segments"] = (torch.arange(T) // 27).expand(B, -1)
     results = []
-    for run in (mamba2, mamba2_reference):
+    for run in (mamba2, naive_mamba2):
         leaves = [y.clone().requires_grad_() for y in inputs]
         o, (S,) = run(*leaves, **places)
         torch.manual_seed(1)
@@ -72,7 +72,7 @@ def test_a_prompt_and_steps_and_sequences_laid_end_to_end_are_one_pass() -> None
 def in_kernels(T: int) -> float:
     """The largest error of GLA's kernels here beside the reference: outputs, the state and all gradients."""
     inputs, results = made((1, T, 2, 1, 16, 16), torch.float32), []
-    for run, form in ((mamba2, {"backend": "triton"}), (mamba2_reference, {})):
+    for run, form in ((mamba2, {"backend": "triton"}), (naive_mamba2, {})):
         leaves = [y.clone().requires_grad_() for y in inputs]
         o, (S,) = run(*leaves, **form)  # type: ignore[operator]
         torch.manual_seed(1)

@@ -17,12 +17,12 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, published_options, resolve_options
 from linearize_kernels.hf.cache import map_state
-from linearize_kernels.layers.rotary import Rotation, settled
+from linearize_kernels.layers.rotary import Rotation, resolve_rope
 from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import (
+    AttentionSite,
     Bounds,
     Mixer,
-    Site,
     WindowedState,
     as_autocast,
     option_types,
@@ -32,9 +32,9 @@ from linearize_kernels.window.window import Ring
 
 HIDDEN = 24
 SITES = {
-    "heads share keys": Site(0, "a", "self", HIDDEN, 4, 2, 8, 8, 8**-0.5, causal=True),
-    "one key head, narrow values": Site(0, "a", "self", HIDDEN, 8, 1, 16, 6, 0.3, causal=True),
-    "a key head each": Site(0, "a", "self", HIDDEN, 3, 3, 8, 8, 8**-0.5, causal=True),
+    "heads share keys": AttentionSite(0, "a", "self", HIDDEN, 4, 2, 8, 8, 8**-0.5, causal=True),
+    "one key head, narrow values": AttentionSite(0, "a", "self", HIDDEN, 8, 1, 16, 6, 0.3, causal=True),
+    "a key head each": AttentionSite(0, "a", "self", HIDDEN, 3, 3, 8, 8, 8**-0.5, causal=True),
 }
 LONG = 150  # crosses chunks and blocks of 64
 
@@ -61,7 +61,7 @@ every_state = pytest.mark.parametrize(("name", "variant"), [case for case in CAS
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def make(name: str, site: Site = SITES["heads share keys"], variant: str = "default", **options: Any) -> Mixer:
+def make(name: str, site: AttentionSite = SITES["heads share keys"], variant: str = "default", **options: Any) -> Mixer:
     torch.manual_seed(0)
     site = dataclasses.replace(site, causal=site.causal and load_mechanism(name).causal)
     mixer = build_mixer(name, site, resolve_options(name, {**VARIANTS[variant], **options}))
@@ -69,7 +69,7 @@ def make(name: str, site: Site = SITES["heads share keys"], variant: str = "defa
     return mixer
 
 
-def tokens(site: Site, T: int, B: int = 2) -> Inputs:
+def tokens(site: AttentionSite, T: int, B: int = 2) -> Inputs:
     """q, k, v and hidden states for a site."""
     torch.manual_seed(1)
     return (
@@ -112,7 +112,7 @@ def test_its_file_defines_one_mixer_an_op_and_a_reference(name: str) -> None:
     module = importlib.import_module(f"linearize_kernels.{name}.{name}")
     assert own_mixer(module) is load_mechanism(name)
     assert callable(getattr(module, name))
-    assert callable(getattr(module, f"{name}_reference"))
+    assert callable(getattr(module, f"naive_{name}"))
     assert load_mechanism(name).title
     assert load_mechanism(name).paper
 
@@ -138,7 +138,7 @@ def other_values(kind: Any, bounds: Bounds | None, default: Any) -> list[Any]:
     if kind is bool:
         return [not default]
     if bounds is None:
-        return [choice for choice in typing.get_args(kind) if choice not in (default, settled(default, 0))]
+        return [choice for choice in typing.get_args(kind) if choice not in (default, resolve_rope(default, 0))]
     larger = default * 2 if default > 0 else kind(8)
     return [larger if larger <= bounds.high else kind(default / 2)]
 
@@ -179,7 +179,7 @@ def test_no_option_is_stored_and_never_read(name: str) -> None:
 
 @every_site
 @every_variant
-def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: Site, variant: str) -> None:
+def test_reset_writes_every_parameter_unless_it_was_loaded(name: str, site: AttentionSite, variant: str) -> None:
     with torch.device("meta"):
         empty = build_mixer(name, site, resolve_options(name, VARIANTS[variant]))
     mixer = empty.to_empty(device="cpu")
@@ -221,7 +221,7 @@ def test_gradients_reach_every_parameter_and_every_input(name: str, variant: str
 @every_site
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_shapes_and_dtypes(name: str, site: Site, variant: str, dtype: torch.dtype) -> None:
+def test_shapes_and_dtypes(name: str, site: AttentionSite, variant: str, dtype: torch.dtype) -> None:
     mixer, inputs = make(name, site, variant), tokens(site, 70)
     exact, _ = mix(mixer, inputs)
     half: Any = tuple(y.to(dtype) for y in inputs)
@@ -238,7 +238,7 @@ def test_shapes_and_dtypes(name: str, site: Site, variant: str, dtype: torch.dty
 
 @every_site
 @every_state
-def test_state_bytes_are_those_of_the_state(name: str, site: Site, variant: str) -> None:
+def test_state_bytes_are_those_of_the_state(name: str, site: AttentionSite, variant: str) -> None:
     mixer = make(name, site, variant)
     for T in (1, 64, LONG):
         _, state = mix(mixer, tokens(site, T, B=1))
@@ -248,7 +248,7 @@ def test_state_bytes_are_those_of_the_state(name: str, site: Site, variant: str)
 @every_site
 @every_state
 @pytest.mark.parametrize("prefill", with_slow([1, 64, 67], 64))
-def test_prefill_then_decode_is_one_pass(name: str, site: Site, variant: str, prefill: int) -> None:
+def test_prefill_then_decode_is_one_pass(name: str, site: AttentionSite, variant: str, prefill: int) -> None:
     mixer, inputs = make(name, site, variant), tokens(site, 90)
     whole, last = mix(mixer, inputs)
     o, state = mix(mixer, cut(inputs, None, prefill))
@@ -276,7 +276,7 @@ def test_states_follow_their_rows(name: str, variant: str) -> None:
 @every_site
 @every_variant
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_as_if_it_were_not_there(name: str, site: Site, variant: str, side: str) -> None:
+def test_padding_is_as_if_it_were_not_there(name: str, site: AttentionSite, variant: str, side: str) -> None:
     mixer, T, pad = make(name, site, variant), 70, 9
     inputs = tokens(site, T + pad)
     start, stop = (pad, None) if side == "left" else (None, T)
@@ -307,7 +307,7 @@ def test_rows_of_one_batch_do_not_meet(name: str, variant: str) -> None:
 
 @every_site
 @every_variant
-def test_packed_documents_do_not_meet(name: str, site: Site, variant: str) -> None:
+def test_packed_documents_do_not_meet(name: str, site: AttentionSite, variant: str) -> None:
     mixer, inputs = make(name, site, variant), tokens(site, LONG)
     lengths = [1, 66, 5, LONG - 72]
     # Tokens of one number are one document where attention is bidirectional, wherever they are.
@@ -452,4 +452,4 @@ def test_calibrate_keeps_outputs_finite(name: str, variant: str) -> None:
 
 def test_a_site_survives_json() -> None:
     for site in SITES.values():
-        assert Site.from_dict(json.loads(json.dumps(dataclasses.asdict(site)))) == site
+        assert AttentionSite.from_dict(json.loads(json.dumps(dataclasses.asdict(site)))) == site

@@ -16,7 +16,7 @@ from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize_kernels.layers.depthwise import depthwise
 from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.mhla.eager import MHLAState
-from linearize_kernels.mhla.mhla import mhla, mhla_grid, mhla_reference
+from linearize_kernels.mhla.mhla import mhla, mhla_grid, naive_mhla
 from linearize_kernels.mhla.places import (
     Places,
     grid_layout,
@@ -25,7 +25,7 @@ from linearize_kernels.mhla.places import (
     place_grid,
     place_line,
 )
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 EXACT = TOLERANCE[torch.float64]
 C = 16
@@ -70,7 +70,7 @@ def test_it_is_its_definition_with_all_gradients(T: int, M: int, padded: bool, p
     layout: Any = {"padding": holes(T) if padded else None, "segments": packs(T) if packed else None, "block_size": C}
     for normalise in (True, False):
         o, _ = mhla(*leaves, **layout, normalise=normalise)
-        agree(o, mhla_reference(*leaves, **layout, normalise=normalise), leaves)
+        agree(o, naive_mhla(*leaves, **layout, normalise=normalise), leaves)
 
 
 @pytest.mark.parametrize("cuts", [(0, 40, 40, 41, 100), (0, 100)])
@@ -243,7 +243,7 @@ def test_grids_are_their_definition_with_all_gradients(grid: Grid, blocks: Any, 
     places = place_grid(grid, blocks, leaves[0], **layout)
     for normalise in (True, False):
         o = mhla_grid(*leaves, places, normalise=normalise)
-        agree(o, mhla_reference(*leaves, block=own, **layout, normalise=normalise), leaves)
+        agree(o, naive_mhla(*leaves, block=own, **layout, normalise=normalise), leaves)
 
 
 def test_a_grid_first_met_in_inference_mode_trains_later() -> None:
@@ -301,7 +301,7 @@ def test_lines_are_cut_evenly_document_by_document(T: int, outside: tuple[int, i
 
 
 def mixer(causal: bool = True, grid: str = "line", **options: Any) -> Any:
-    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=causal, grid=grid)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=causal, grid=grid)
     made = build_mixer("mhla", site, resolve_options("mhla", options))
     made.reset_parameters()
     return made

@@ -17,9 +17,9 @@ from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_nam
 from linearize.serve.states import StateLayout, tensors_of
 from linearize_kernels.hf.cache import map_state
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Mixer, Site
+from linearize_kernels.mixer import AttentionSite, Mixer
 
-SITE = Site(0, "a", "self", 24, 4, 2, 8, 8, 8**-0.5, causal=True)
+SITE = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 8**-0.5, causal=True)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gsa": ("gsa", {"slots": 20}),
     "gsa as published": ("gsa", {"faithful": True, "slots": 16}),

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from linearize.convert import convert, plan_conversion
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, resolve_options
-from linearize_kernels.gsa.gsa import gsa, gsa_reference
-from linearize_kernels.hf.seam import mixers_of
-from linearize_kernels.la.la import la_reference
+from linearize_kernels.gsa.gsa import gsa, naive_gsa
+from linearize_kernels.hf.attention_hooks import mixers_of
+from linearize_kernels.la.la import naive_la
 from linearize_kernels.layers.rotary import Rotation
 from linearize_kernels.layout import Grid, TokenLayout
-from linearize_kernels.mhla.mhla import mhla_reference
+from linearize_kernels.mhla.mhla import naive_mhla
 from linearize_kernels.mhla.places import grid_layout
-from linearize_kernels.mixer import Mixer, Site
-from linearize_kernels.retnet.retnet import retnet_reference
-from linearize_kernels.saga.saga import saga_reference
+from linearize_kernels.mixer import AttentionSite, Mixer
+from linearize_kernels.retnet.retnet import naive_retnet
+from linearize_kernels.saga.saga import naive_saga
 
 EXACT = TOLERANCE[torch.float64]
-TEXT = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
+TEXT = AttentionSite(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=True)
 IMAGE = dataclasses.replace(TEXT, causal=False, grid="patches")
 T = 50
 # Two documents in a row, and padding on one side of another.
@@ -36,7 +36,7 @@ SEGMENTS = (torch.arange(T) >= 23).long() + torch.tensor([[0], [0]])
 PADDING = torch.arange(T) >= torch.tensor([[0], [9]])
 
 
-def made(name: str, site: Site = TEXT, **options: Any) -> Mixer:
+def made(name: str, site: AttentionSite = TEXT, **options: Any) -> Mixer:
     """A mixer in float64 whose weights are not those that it starts with."""
     torch.manual_seed(0)
     mixer = build_mixer(name, site, resolve_options(name, options, site)).double()
@@ -80,7 +80,7 @@ def test_slots_read_without_softmax(read: Any) -> None:
     g = (-torch.rand(2, T, 2, 5, dtype=torch.float64)).requires_grad_()
     for where in ({}, {"segments": SEGMENTS}, {"padding": PADDING}):
         o, last = gsa(q, k, v, g, read=read, chunk_size=16, **where)
-        literal, end = gsa_reference(q, k, v, g, read=read, **where)
+        literal, end = naive_gsa(q, k, v, g, read=read, **where)
         agree(o, literal, [q, k, v, g])
         assert all(torch.allclose(x, y) for x, y in zip(last, end, strict=True))
     with pytest.raises(ValueError, match=f"cannot run here: slots are read by {read}"):
@@ -94,7 +94,7 @@ def test_slots_that_forget_at_learned_rates() -> None:
     mixer, given = made("gsa", decay="fixed", slots=5, clock=0), inputs(requires_grad=True)
     q, k, v, _ = given
     g = torch.log(torch.sigmoid(mixer.forget_bias)).view(2, 5).expand(2, T, 2, 5) / 8
-    literal, _ = gsa_reference(q, k, v, g, scale=TEXT.scale)
+    literal, _ = naive_gsa(q, k, v, g, scale=TEXT.scale)
     agree(mixer(*given, TokenLayout())[0], literal, [q, k, v, mixer.forget_bias])
     assert "forget.weight" not in mixer.state_dict()
 
@@ -149,7 +149,7 @@ def test_each_gate_off(off: dict[str, Any]) -> None:
         image = v[:, 1:].reshape(2, 7, 7, 12).movedim(-1, 1)
         image = nn.functional.conv2d(image, mixer.taps.reshape(12, 1, 5, 5), padding=2, groups=12)
         local = nn.functional.pad(image.movedim(1, -1).reshape(2, 49, 2, 6), (0, 0, 0, 0, 1, 0))
-    literal = saga_reference(q * 8**-0.5, k, v, key, value, last.double(), local=local)
+    literal = naive_saga(q * 8**-0.5, k, v, key, value, last.double(), local=local)
     agree(mixer(*given, TokenLayout(causal=False, grid=grid))[0], literal, given)
 
 
@@ -161,7 +161,7 @@ def test_the_exponential_to_first_order(causal: bool) -> None:
     site = dataclasses.replace(TEXT, causal=causal)
     mixer, given = made("la", site, feature_map="taylor", slope=1.0, learn_slope=False), inputs(requires_grad=True)
     q, k, v, _ = given
-    literal = la_reference(q, k, v, a=1.0, b=8**-0.5, causal=causal)
+    literal = naive_la(q, k, v, a=1.0, b=8**-0.5, causal=causal)
     agree(mixer(*given, TokenLayout(causal=causal))[0], literal, [q, k, v])
     with pytest.raises(LinearizeError, match="feature_map=taylor: a window shares the sum of weights"):
         made("la", feature_map="taylor", window=8)
@@ -215,7 +215,7 @@ def test_images_as_published_are_equation_4() -> None:
     block = grid_layout(grid, (1, 2, 2), torch.device("cpu"))[0].expand(2, -1)
     features = [y.clamp_min(0) * 8**-0.25 for y in (q, k)]
     m = mixer.block_logits.clamp(0, 1).expand(2, -1, -1)
-    literal = mhla_reference(*features, v, m, block=block)
+    literal = naive_mhla(*features, v, m, block=block)
     agree(mixer(*given, TokenLayout(causal=False, grid=grid))[0], literal, [q, k, v])
 
 
@@ -232,7 +232,7 @@ def test_language_as_published() -> None:
 
     features = rotate(*(y.clamp_min(0) * 8**-0.25 for y in (q, k)))
     m = mixer.block_logits.clamp(0, 1).tril().expand(2, -1, -1)
-    o = mhla_reference(*features, v, m, block_size=16, normalise=False)
+    o = naive_mhla(*features, v, m, block_size=16, normalise=False)
     o = o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * mixer.norm_weight
     z = (x @ mixer.output_gate.weight.T + mixer.output_gate.bias).view(2, T, 4, 6)
     literal = o * z / (1 + (-z).exp())
@@ -277,7 +277,7 @@ def test_the_swish_gate_stands_behind_the_norm(name: str) -> None:
     gate, mixer.output_gate = mixer.output_gate, None
     assert relative_error(ours.detach(), (mixer(*given, TokenLayout())[0] * z / (1 + (-z).exp())).detach()) < EXACT
     if name == "retnet":
-        o, _ = retnet_reference(
+        o, _ = naive_retnet(
             *given[:3], log_decay=torch.log1p(-(2.0 ** -torch.tensor([5.0, 6.0]).double())), scale=8**-0.5
         )
         o = o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt() * mixer.norm.weight * z / (1 + (-z).exp())

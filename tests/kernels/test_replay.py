@@ -28,7 +28,7 @@ from linearize.measure import generate as command
 from linearize.plan.mechanisms import load_mechanism, mechanism_names
 from linearize.train.save import meta_model
 from linearize_kernels.hf.cache import cache_in
-from linearize_kernels.hf.rooms import Rooms
+from linearize_kernels.hf.static_layers import StaticLayers
 
 NEW = 7
 
@@ -168,9 +168,9 @@ def test_a_hybrid_without_room_is_recorded_again(
 ) -> None:
     model, ids = zoo.model("llama", HYBRID), tokens(2, 9)
     plain, recorder = generate(model, ids, max_new_tokens=3 * NEW), record(model)
-    rooms = sys.modules[replay_file(model).__name__.replace("cuda_graphs", "rooms")]
-    monkeypatch.setattr(rooms, "MORE", 4)
-    monkeypatch.setattr(rooms, "PART", 10**6)
+    static_layers = sys.modules[replay_file(model).__name__.replace("cuda_graphs", "static_layers")]
+    monkeypatch.setattr(static_layers, "MORE", 4)
+    monkeypatch.setattr(static_layers, "PART", 10**6)
     assert_close(generate(model, ids, max_new_tokens=3 * NEW), plain)
     assert recorder.recorded > 2
     assert recorder.replayed == 3 * NEW - 3  # a step that is recorded again is replayed once, too
@@ -196,11 +196,11 @@ def test_rooms_are_freed_at_once() -> None:
     """They are gigabytes of a GPU, and Python collects garbage when it likes."""
     cache = DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
-    rooms = Rooms(cache.layers)
-    rooms.enter(cache.layers, None)
-    rooms.leave(cache.layers)
-    buffer = weakref.ref(rooms.rooms[0].keys)
-    del rooms, cache
+    static_layers = StaticLayers(cache.layers)
+    static_layers.enter(cache.layers, None)
+    static_layers.leave(cache.layers)
+    buffer = weakref.ref(static_layers.static_layers[0].keys)
+    del static_layers, cache
     assert buffer() is None
 
 

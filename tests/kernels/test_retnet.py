@@ -12,8 +12,8 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, resolve_options
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site
-from linearize_kernels.retnet.retnet import RetNetState, retnet, retnet_reference
+from linearize_kernels.mixer import AttentionSite
+from linearize_kernels.retnet.retnet import RetNetState, naive_retnet, retnet
 
 EXACT = TOLERANCE[torch.float64]
 HIDDEN = 24
@@ -41,7 +41,7 @@ def test_it_is_its_definition_with_all_gradients(T: int, E: int, layout: str, le
     if "packed" in layout:
         masks["segments"] = (torch.rand(2, T) < 0.05).long().cumsum(1)
     results, weight = [], torch.randn(2, T, 4, 6)
-    for run in (retnet, retnet_reference):
+    for run in (retnet, naive_retnet):
         o, (S,) = run(**given, **masks, scale=0.3, state=RetNetState(memory))
         loss = (o * weight).sum() + (S * memory.detach()).sum()
         results.append((o, S, *torch.autograd.grad(loss, leaves)))
@@ -97,7 +97,7 @@ def test_wrong_shapes_are_told(change: dict[str, Any], message: str) -> None:
 
 
 def mixer(**options: Any) -> Any:
-    site = Site(0, "a", "self", HIDDEN, 4, 2, 8, 6, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", HIDDEN, 4, 2, 8, 6, 8**-0.5, causal=True)
     made = build_mixer("retnet", site, resolve_options("retnet", options))
     made.reset_parameters()
     return made

@@ -16,9 +16,9 @@ from triton_tools import compile_kernel, gradients, interpreted
 from linearize.convert import convert, plan_conversion
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, resolve_options
-from linearize.plan.plan import make_steps, settle_rotation
+from linearize.plan.plan import make_steps, resolve_rotation
 from linearize.probe.probe import probe
-from linearize_kernels.layers.rotary import Rotation, rotary_kernel, rotary_op, rotated, rotation_of, settled
+from linearize_kernels.layers.rotary import Rotation, resolve_rope, rotary_kernel, rotary_op, rotated, rotation_of
 
 MOVED = ("gla", "retnet")
 
@@ -169,9 +169,9 @@ def test_auto_is_behind_the_map_where_there_is_no_window(tmp_path: Path) -> None
             assert {step.options["rope"] for step in plan.steps} == {place}
     plan = plan_conversion(source, "gdn", options={})[0]
     assert {step.options["rope"] for step in plan.steps} == {True}
-    assert settled("auto", 0) == "after"
-    assert (settled("auto", 8), settled("off", 8)) == ("before", "off")
-    assert (settled(True, 0), settled(False, 0)) == ("before", "off")
+    assert resolve_rope("auto", 0) == "after"
+    assert (resolve_rope("auto", 8), resolve_rope("off", 8)) == ("before", "off")
+    assert (resolve_rope(True, 0), resolve_rope(False, 0)) == ("before", "off")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_auto_is_behind_the_map_where_there_is_no_window(tmp_path: Path) -> None
 )
 def test_auto_moves_no_rotation_that_attention_is_not_given(name: str, model: Any, place: str) -> None:
     found = probe(small_config(name), model)
-    steps = settle_rotation(found, make_steps(list(found.sites), "gla", {}))
+    steps = resolve_rotation(found, make_steps(list(found.sites), "gla", {}))
     assert {step.options["rope"] for step in steps} == {place}
 
 

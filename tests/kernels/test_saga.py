@@ -16,11 +16,11 @@ from linearize_kernels.layers.depthwise import depthwise
 from linearize_kernels.layers.features import Features
 from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.linear.linear import linear_attention_bidirectional
-from linearize_kernels.mixer import Site
-from linearize_kernels.saga.saga import saga, saga_reference
+from linearize_kernels.mixer import AttentionSite
+from linearize_kernels.saga.saga import naive_saga, saga
 
 F64 = TOLERANCE[torch.float64]
-SITE = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")
+SITE = AttentionSite(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")
 
 
 def inputs(T: int = 12, B: int = 2, H: int = 4, E: int = 2, width: int = 5, Dv: int = 6) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ def test_the_operator_is_equation_5(norm: Any, layout: str) -> None:
     for tensor in given.values():
         tensor.requires_grad_()
     used = {name: tensor for name, tensor in given.items() if name != "norm_weight" or norm == "head"}
-    ours, literal = (op(**given, norm=norm, **where) for op in (saga, saga_reference))
+    ours, literal = (op(**given, norm=norm, **where) for op in (saga, naive_saga))
     assert relative_error(ours, literal) < F64
     weights = torch.randn_like(literal)
     gradients = [torch.autograd.grad((o * weights).sum(), used.values()) for o in (ours, literal)]

@@ -185,10 +185,10 @@ def check_operators() -> None:
 def check_mixer() -> None:
     """Under every option that kernels know, a mixer computes with them what it does without."""
     from linearize_kernels.layout import Grid, TokenLayout
-    from linearize_kernels.mixer import Site
+    from linearize_kernels.mixer import AttentionSite
     from linearize_kernels.saga import saga
 
-    site = Site(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 6, 8**-0.5, causal=False, grid="patches")
     for options in (
         {},
         {"feature_map": "identity"},

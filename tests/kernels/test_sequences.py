@@ -16,10 +16,10 @@ from linearize_kernels.hf.cache import map_state
 from linearize_kernels.layers.conv import short_conv
 from linearize_kernels.layers.sequences import sequence_places, splice
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Mixer, Site
+from linearize_kernels.mixer import AttentionSite, Mixer
 from linearize_kernels.window.window import window
 
-SITE = Site(0, "attn", "Attention", 24, 4, 2, 8, 8, 8**-0.5, True)
+SITE = AttentionSite(0, "attn", "Attention", 24, 4, 2, 8, 8, 8**-0.5, True)
 # Tokens before, and in the call.
 SEEN, NEW = (0, 5, 0, 40, 3), (9, 1, 1, 20, 6)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import load_mechanism, resolve_options
 from linearize_kernels.mixer import option_types
-from linearize_kernels.sla.sla import SoftmaxLinearAttention, head_softmax, op_of, sla, sla_reference
+from linearize_kernels.sla.sla import SoftmaxLinearAttention, head_softmax, naive_sla, op_of, sla
 
 EXACT = TOLERANCE[torch.float64]
 BASES = list(SoftmaxLinearAttention.bases)
@@ -44,7 +44,7 @@ def without_gates(made: dict[str, Any]) -> dict[str, Any]:
 def test_it_is_its_equations_with_all_gradients(base: str, T: int, rescale: bool) -> None:
     made, results, weight = inputs(base, T), [], None
     leaves = [y for y in made.values() if y.requires_grad]
-    for run in (sla, sla_reference):
+    for run in (sla, naive_sla):
         o, state = run(base=base, rescale=rescale, **made)
         memory = state if isinstance(state, Tensor) else state.memory
         weight = torch.randn_like(o) if weight is None else weight

@@ -16,11 +16,11 @@ from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_nam
 from linearize_kernels.hf.cache import map_state
 from linearize_kernels.layers.softmax_heads import ScoreOptions, softmax_heads
 from linearize_kernels.layout import TokenLayout, part_of
-from linearize_kernels.mixer import Mixer, Site
+from linearize_kernels.mixer import AttentionSite, Mixer
 
 T = 40
 GROUPS = (1, 3)
-SHARED = Site(0, "a", "self", 24, 8, 4, 8, 6, 0.3, causal=True, softmax_groups=GROUPS)
+SHARED = AttentionSite(0, "a", "self", 24, 8, 4, 8, 6, 0.3, causal=True, softmax_groups=GROUPS)
 ALONE = dataclasses.replace(SHARED, heads=4)  # a key head for each head
 CASES = [
     (name, site, near)
@@ -33,7 +33,7 @@ every_case = pytest.mark.parametrize(("name", "site", "near"), CASES)
 Inputs = tuple[Tensor, ...]
 
 
-def make(name: str, site: Site = SHARED, near: dict[str, int] | None = None) -> Mixer:
+def make(name: str, site: AttentionSite = SHARED, near: dict[str, int] | None = None) -> Mixer:
     torch.manual_seed(0)
     small = {"slots": 8} if name == "gsa" else {}
     mixer: Mixer = build_mixer(name, site, resolve_options(name, {**small, **(near or {})}))
@@ -41,7 +41,7 @@ def make(name: str, site: Site = SHARED, near: dict[str, int] | None = None) -> 
     return mixer
 
 
-def tokens(site: Site, length: int = T, B: int = 2) -> Inputs:
+def tokens(site: AttentionSite, length: int = T, B: int = 2) -> Inputs:
     """q, k, v and hidden states."""
     torch.manual_seed(1)
     heads = ((site.heads, site.key_dim), (site.kv_heads, site.key_dim), (site.kv_heads, site.value_dim))
@@ -75,14 +75,14 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, scale: float, scores: ScoreOpti
     return o
 
 
-def heads_of(site: Site, keep: bool) -> list[int]:
+def heads_of(site: AttentionSite, keep: bool) -> list[int]:
     """The query heads that keep softmax, or the others."""
     size = site.heads // site.kv_heads
     return [head for head in range(site.heads) if (head // size in GROUPS) == keep]
 
 
 @every_case
-def test_each_head_is_softmax_or_the_mechanism(name: str, site: Site, near: dict[str, int]) -> None:
+def test_each_head_is_softmax_or_the_mechanism(name: str, site: AttentionSite, near: dict[str, int]) -> None:
     mixer, (q, k, v, x) = make(name, site, near), tokens(site)
     o, state = mixer(q, k, v, x, TokenLayout())
     assert o.shape == (2, T, site.heads, site.value_dim)
@@ -106,7 +106,7 @@ def _rotated(name: str) -> dict[str, Any]:
 
 
 @every_case
-def test_steps_chunks_padding_and_documents_are_one_pass(name: str, site: Site, near: dict[str, int]) -> None:
+def test_steps_chunks_padding_and_documents_are_one_pass(name: str, site: AttentionSite, near: dict[str, int]) -> None:
     mixer, inputs = make(name, site, near), tokens(site)
     whole, last = mixer(*inputs, TokenLayout())
     outputs, state = [], None
@@ -142,7 +142,7 @@ def test_steps_chunks_padding_and_documents_are_one_pass(name: str, site: Site, 
 
 @every_case
 def test_gradients_reach_everything_and_calibration_sees_its_own_heads(
-    name: str, site: Site, near: dict[str, int]
+    name: str, site: AttentionSite, near: dict[str, int]
 ) -> None:
     mixer, inputs = make(name, site, near), tokens(site, 70, 1)  # two blocks of MHLA
     if mixer.near is not None:

@@ -24,8 +24,8 @@ from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.probe.inspection import inspect_model
 from linearize.probe.probe import _shared, model_class_of, probe
-from linearize.verify.child.inputs import auto_class, make_inputs, outcome, outputs, taller
-from linearize_kernels.hf.seam import mixers_of
+from linearize.verify.child.inputs import auto_class, make_inputs, outcome, outputs, taller_images
+from linearize_kernels.hf.attention_hooks import mixers_of
 from linearize_kernels.layout import TokenLayout, token_padding, window_regions
 
 EXACT = TOLERANCE[torch.float32]
@@ -255,7 +255,7 @@ def test_the_grid_is_that_of_the_input(tmp_path: Path, name: str, grid: Any, tal
     mixer.register_forward_pre_hook(lambda m, args: grids.append(args[4].grid))
     given = make_inputs(model)
     outcome(model, given)
-    higher = taller(model, given)
+    higher = taller_images(model, given)
     assert (higher is None) == (tall is None)
     if higher is not None:
         grids.clear()
@@ -317,7 +317,7 @@ def test_softmax_in_place_of_each_mixer_is_the_original(tmp_path: Path, name: st
     for mixer in mixers_of(model).values():
         mixer.forward = softmax(mixer)
     assert relative_error(outputs(model), expected) < 10 * EXACT
-    higher = taller(original, make_inputs(original))
+    higher = taller_images(original, make_inputs(original))
     if higher is not None:
         assert relative_error(outcome(model, higher), outcome(original, higher)) < 10 * EXACT
 

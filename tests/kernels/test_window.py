@@ -17,10 +17,10 @@ from linearize.convert import plan_conversion
 from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize_kernels.layout import TokenLayout, token_layout
-from linearize_kernels.mixer import Site, option_types
+from linearize_kernels.mixer import AttentionSite, option_types
 from linearize_kernels.window.window import Window
+from linearize_kernels.window.window import naive_window as definition
 from linearize_kernels.window.window import window as window_attention
-from linearize_kernels.window.window import window_reference as definition
 
 EXACT = TOLERANCE[torch.float32]
 WINDOWED: dict[str, Any] = {"window": 6, "sink": 2, "clock": 0}
@@ -223,7 +223,7 @@ def test_a_head_and_a_token_decide_how_much_comes_through(shared: bool) -> None:
 @pytest.mark.parametrize("name", ["la", "gla"])
 def test_calibration_finds_how_much_came_through(name: str) -> None:
     """Also of packed documents with padding among them: what a head has mixed it mixes again, and in that size."""
-    site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
     mixer = build_mixer(name, site, resolve_options(name, {"window": 5, "sink": 2}))
     mixer.reset_parameters()
     x, q, k, v = torch.randn(2, 60, 24), *(torch.randn(2, 60, heads, 8) for heads in (4, 2, 2))
@@ -299,20 +299,20 @@ def test_a_window_as_long_as_the_text_is_the_teacher(zoo: Zoo) -> None:
     "name", [n for n in mechanism_names() if "rope" in option_types(load_mechanism(n)) and load_mechanism(n).causal]
 )
 def test_a_window_needs_rotary_embedding(name: str) -> None:
-    site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
     with pytest.raises(LinearizeError, match="window=8: exact attention needs the rotary embedding; set rope=true"):
         build_mixer(name, site, resolve_options(name, {"window": 8, "rope": False}))
 
 
 @pytest.mark.parametrize("name", ["gsa", "sla"])
 def test_a_sink_needs_a_window(name: str) -> None:
-    site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=True)
     with pytest.raises(LinearizeError, match="sink=4: first tokens stay exact beside a window; set window too"):
         build_mixer(name, site, resolve_options(name, {"sink": 4}))
 
 
 def test_a_window_looks_back_only() -> None:
-    site = Site(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=False)
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=False)
     with pytest.raises(LinearizeError, match="window=8: this attention is bidirectional"):
         build_mixer("la", site, resolve_options("la", {"window": 8}))
 

@@ -29,7 +29,7 @@ from linearize.measure import compare as measures
 from linearize.measure.compare import EvalRequest, compare, state_bytes, text_recipe
 from linearize.measure.continuation import continued
 from linearize.measure.evaluate import Score, note_of_little
-from linearize.measure.freely import answered, freely, repetition
+from linearize.measure.free_generation import answered, free_generation, repetition
 from linearize.measure.generate import load
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
@@ -39,7 +39,7 @@ from linearize.terminal.tables import remarks
 from linearize.train.runs import converted_from, heldout_of
 from linearize.train.save import load_converted
 from linearize.verify.child.inputs import most_tokens
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 LENGTH = 448
 SMALL = ("--lengths", str(LENGTH), "--trials", "2", "--device", "cpu")
@@ -693,12 +693,12 @@ def test_python_and_repetition_are_told() -> None:
     tokenizer = byte_tokenizer()
     prompt, prose = (tokenizer(text)["input_ids"] for text in ("def f(x):\n    y = x\n", "once upon a time\nthere"))
     good = tokenizer("    return y\n")["input_ids"]
-    told = freely(Writes(lambda ids: good[(len(ids) - len(prompt)) % len(good)]), tokenizer, [prompt], [])
+    told = free_generation(Writes(lambda ids: good[(len(ids) - len(prompt)) % len(good)]), tokenizer, [prompt], [])
     assert (told["recall"], told["python"]) == (None, 1.0)
     assert told["repeated"] == pytest.approx(1 - len(good) / 61)  # 61 runs of 4 among 64 tokens
     bad = Writes(lambda ids: tokenizer(")\n")["input_ids"][len(ids) % 2])
-    assert freely(bad, tokenizer, [prompt], [])["python"] == 0.0
-    assert freely(bad, tokenizer, [prose], [])["python"] is None
+    assert free_generation(bad, tokenizer, [prompt], [])["python"] == 0.0
+    assert free_generation(bad, tokenizer, [prose], [])["python"] is None
     assert repetition([1, 2, 3, 4, 5]) == 0.0
     assert repetition([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)
 
@@ -736,7 +736,7 @@ def test_what_a_teacher_did_alone_is_taken_from_before(
     )
     request = EvalRequest((LENGTH,), 2, 0, 1024, generate=2)
     first = compare(student, teacher, text, request)
-    alone = {name: getattr(measures, name) for name in ("score", "freely")}
+    alone = {name: getattr(measures, name) for name in ("score", "free_generation")}
 
     def watched(name: str) -> Any:
         def asked(model: Any, *rest: Any) -> Any:

@@ -17,7 +17,7 @@ from linearize.job.source import plan_base
 from linearize.plan.dropped_features import KNOWN, check_dropped_features
 from linearize.probe.probe import probe
 from linearize.recipe.recipe import load_recipe
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 TINY = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4}
 
@@ -122,8 +122,8 @@ def test_what_nobody_has_judged_goes_by_consent() -> None:
 
 
 def test_every_loss_is_named_at_its_layers() -> None:
-    def site(layer: int, *extras: str) -> Site:
-        return Site(layer, f"layers.{layer}", "Attention", 32, 4, 4, 8, 8, 0.3, True, extras)
+    def site(layer: int, *extras: str) -> AttentionSite:
+        return AttentionSite(layer, f"layers.{layer}", "Attention", 32, 4, 4, 8, 8, 0.3, True, extras)
 
     sites = [site(0, "alibi", "softcap"), site(1), site(2, "alibi", "position_bias")]
     with pytest.raises(LinearizeError) as caught:

@@ -18,7 +18,7 @@ from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.plan.plan import Plan
 from linearize.verify.checks import verify_folder
-from linearize_kernels.window.window import window_reference
+from linearize_kernels.window.window import naive_window
 
 EXACT = TOLERANCE[torch.float32]
 ROW = 2 * 2 * 8 * 4  # bytes of a token's keys and values in the small llama
@@ -77,7 +77,7 @@ def test_it_computes_softmax_over_those_tokens(place: Path) -> None:
     model.model.layers[3].self_attn.mixer.register_forward_hook(hear)
     logits(model, tokens(2, 30))
     ((site, (q, k, v), o),) = heard
-    assert relative_error(o, window_reference(q, k, v, window=5, sink=4, scale=site.scale)) < EXACT
+    assert relative_error(o, naive_window(q, k, v, window=5, sink=4, scale=site.scale)) < EXACT
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ import transformers
 from conftest import TOLERANCE, relative_error, with_slow
 from models import HYBRID, SMALL, Zoo, convert_folder, load, logits, source_with_mixers, tokens
 
+from linearize_kernels.hf.attention_hooks import mixers_of
 from linearize_kernels.hf.capture import Capture
-from linearize_kernels.hf.seam import mixers_of
 
 EXACT = TOLERANCE[torch.float32]
 KEEP = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")

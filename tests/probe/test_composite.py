@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from linearize.convert import convert, plan_conversion
 from linearize.verify.reload import FIRST, numbers, verify
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 IMAGE = 100  # the token that stands for a piece of an image
 COMPOSITES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -176,7 +176,7 @@ MISTAKES = [
     (edited("base: demo", "base: demo\n  base: x"), "r.yaml:5:3 model.base: duplicate key, first at 4:3"),
     (edited("name: tiny\n", ""), "r.yaml:1:1 name: missing; set it in the file or with name=..."),
     (
-        edited("{lr: 1e-3}", "{clip: 2}"),
+        edited("{lr: 1e-3}", "{max_grad_norm: 2}"),
         "r.yaml:10:16 stages[0].optimizer.lr: missing; set it in the file or with stages[0].optimizer.lr=...",
     ),
     (edited("version: 1", "version: 2"), "r.yaml:1:10 version: must be 1, not 2"),
@@ -219,8 +219,8 @@ MISTAKES = [
         "r.yaml:10:35 stages[0].optimizer.new_lr: must be <= 1, not 1.5",
     ),
     (
-        edited("lr: 1e-3", "lr: 1e-3, clip: 1e-20"),
-        "r.yaml:10:33 stages[0].optimizer.clip: must be >= 1e-06, not 1e-20",
+        edited("lr: 1e-3", "lr: 1e-3, max_grad_norm: 1e-20"),
+        "r.yaml:10:33 stages[0].optimizer.max_grad_norm: must be >= 1e-06, not 1e-20",
     ),
     (
         edited("lr: 1e-3", "lr: 1e-3, weight_decay: -1"),
@@ -514,7 +514,7 @@ def test_overrides(tmp_path: Path) -> None:
         "stages[0].optimizer.lr=5e-3",
         "stages.0.tokens=1M",
         "stages[0].name=first",
-        "stages.first.batch.accumulate=8",  # an override sees those before it
+        "stages.first.batch.gradient_accumulation_steps=8",  # an override sees those before it
         "convert={mechanism: gsa, layers: [0, 3]}",
         "convert.options.slots=32",
         "eval.max_tokens=128",  # creates the mapping
@@ -523,7 +523,12 @@ def test_overrides(tmp_path: Path) -> None:
         "output_dir=a=b/${name}",
     )
     first, kl = recipe.stages
-    assert (first.name, first.optimizer.lr, first.tokens, first.batch.accumulate) == ("first", 5e-3, 10**6, 8)
+    assert (first.name, first.optimizer.lr, first.tokens, first.batch.gradient_accumulation_steps) == (
+        "first",
+        5e-3,
+        10**6,
+        8,
+    )
     assert kl.optimizer.lr == 1e-2
     assert recipe.convert is not None
     assert (recipe.convert.layers, recipe.convert.options) == ("0,3", {"slots": 32})
@@ -673,7 +678,7 @@ SCHEDULES = st.one_of(
 )
 LORA = optional(
     {"r": COUNT, "alpha": FACTOR},
-    {"dropout": st.floats(0, 0.9), "target": st.lists(TEXT, min_size=1, max_size=3)},
+    {"dropout": st.floats(0, 0.9), "target_modules": st.lists(TEXT, min_size=1, max_size=3)},
 )
 
 
@@ -687,7 +692,7 @@ def stages(draw: st.DrawFn) -> dict[str, Any]:
         {
             "weight_decay": st.floats(0, 1, exclude_max=True),
             "betas": st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
-            "clip": st.floats(1e-6, 1e30),
+            "max_grad_norm": st.floats(1e-6, 1e30),
         },
     )
     stage = draw(
@@ -695,7 +700,7 @@ def stages(draw: st.DrawFn) -> dict[str, Any]:
             {"kind": st.just(kind), "train": st.just(train), "optimizer": optimizer},
             {
                 "schedule": SCHEDULES,
-                "batch": optional({}, {"per_device": COUNT, "accumulate": COUNT}),
+                "batch": optional({}, {"per_device": COUNT, "gradient_accumulation_steps": COUNT}),
                 "data": optional({}, {"train": SOURCE, "eval": SOURCE, "pack": PACK}),
             },
         )
@@ -751,7 +756,7 @@ RECIPES = optional(
                 "compile": st.booleans(),
             },
         ),
-        "checkpoint": optional({}, {"every_steps": COUNT, "keep": COUNT}),
+        "checkpoint": optional({}, {"every_steps": COUNT, "save_total_limit": COUNT}),
         "eval": optional({}, {"every_steps": st.none() | COUNT, "max_tokens": COUNT}),
         "track": optional({}, {"to": st.sampled_from(["none", "tensorboard", "wandb"])}),
         "finish": optional({}, {"merge_lora": st.booleans(), "verify": st.booleans()}),

@@ -84,7 +84,7 @@ def tiny(preset: Preset, folder: Path) -> list[str]:
         "eval.max_tokens=128",
         *small,
         "runtime.device=cpu",
-        *(f"stages.{s.name}.batch.accumulate=1" for s in stages),
+        *(f"stages.{s.name}.batch.gradient_accumulation_steps=1" for s in stages),
         *(f"stages.{s.name}.data=" + "{}" for s in stages),
     ]
 

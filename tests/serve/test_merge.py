@@ -9,9 +9,9 @@ from torch import nn
 from linearize.plan.mechanisms import load_mechanism, resolve_options
 from linearize.serve.merge import Part, merged
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
-SITE = Site(0, "", "", 32, 4, 2, 8, 8, 8**-0.5, True)
+SITE = AttentionSite(0, "", "", 32, 4, 2, 8, 8, 8**-0.5, True)
 
 
 @pytest.mark.parametrize("mechanism", ["gdn", "gsa"])

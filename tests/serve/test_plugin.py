@@ -17,7 +17,7 @@ import transformers
 from linearize.plan.mechanisms import load_mechanism, resolve_options
 from linearize.serve import vllm_plugin
 from linearize.serve.folder import is_converted, layer_types, layers_of
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = {"causal": True, "routed": True}
@@ -155,7 +155,7 @@ def test_an_engine_that_asks_for_more_is_told_why_not(asked: dict[str, Any], rea
 def test_tensor_parallelism_is_refused_where_heads_do_not_divide(
     monkeypatch: pytest.MonkeyPatch, mechanism: str, why: str | None
 ) -> None:
-    site = Site(3, "layers.3.attn", "Attention", 32, 4, 2, 8, 8, 8**-0.5, True)
+    site = AttentionSite(3, "layers.3.attn", "Attention", 32, 4, 2, 8, 8, 8**-0.5, True)
     layer = {"mechanism": mechanism, "options": resolve_options(mechanism, {}), "site": dataclasses.asdict(site)}
     config = SimpleNamespace(auto_map={"AutoModelForCausalLM": "x"}, linearize={"layers": [layer]})
     asked = engine(tensor_parallel_size=2)

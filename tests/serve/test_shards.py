@@ -11,9 +11,9 @@ import torch
 from linearize.plan.mechanisms import load_mechanism, mechanism_names, resolve_options
 from linearize.serve import shards
 from linearize.serve.shards import divides, shard, shard_spec
-from linearize_kernels.mixer import Site, option_types
+from linearize_kernels.mixer import AttentionSite, option_types
 
-SITE = Site(0, "layers.0", "Attention", 32, 8, 4, 8, 8, 8**-0.5, True)
+SITE = AttentionSite(0, "layers.0", "Attention", 32, 8, 4, 8, 8, 8**-0.5, True)
 RECORD = dataclasses.asdict(SITE)
 CAUSAL = [name for name in mechanism_names() if load_mechanism(name).causal]
 
@@ -45,7 +45,7 @@ def test_a_process_has_its_part_of_what_grows_with_heads() -> None:
     kind, options = load_mechanism("gla"), resolve_options("gla", {})
     whole = kind(SITE, **options)
     whole.reset_parameters()
-    whole.kind = "gla()"  # as the seam writes it
+    whole.kind = "gla()"  # as attention_hooks.py writes it
     part = shard(whole, options, 1, 2)
     assert (part.site.heads, part.site.kv_heads, part.kind) == (4, 2, "gla()")
     assert torch.equal(part.narrow.weight, whole.narrow.weight)

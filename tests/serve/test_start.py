@@ -191,12 +191,12 @@ def test_code_that_linearize_did_not_write_needs_trust(
     from models import copied
 
     folder = copied(zoo.folders("llama")[1], tmp_path / "changed")
-    path = folder / "seam.py"
+    path = folder / "attention_hooks.py"
     path.write_text(path.read_text("utf-8") + "# mine\n", "utf-8")
     installed += ["vllm"]
     code, _, message = linearize("serve", str(folder))
     assert code == Exit.INCOMPATIBLE
-    assert "seam.py" in message
+    assert "attention_hooks.py" in message
     assert started == []
     assert linearize("serve", str(folder), "--trust-remote-code")[0] == 0
     assert len(started) == 1

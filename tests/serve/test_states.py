@@ -23,9 +23,9 @@ from linearize.serve.states import (
 )
 from linearize_kernels.layers.rotary import Rotation
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Mixer, Site
+from linearize_kernels.mixer import AttentionSite, Mixer
 
-SITE = Site(0, "a", "self", 12, 4, 2, 8, 6, 8**-0.5, causal=True)
+SITE = AttentionSite(0, "a", "self", 12, 4, 2, 8, 6, 8**-0.5, causal=True)
 CAUSAL = [name for name in mechanism_names() if load_mechanism(name).causal]
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in CAUSAL]
 CASES += [("gla", {"window": 4, "sink": 2}), ("gdn", {"faithful": True}), ("sla", {"base": "gdn", "window": 3})]

@@ -59,8 +59,10 @@ def test_a_cpu_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bars_of_other_packages_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    for tame, bars in (("", True), ("tame_others(); ", False)):
-        program = f"from linearize.terminal.output import tame_others; {tame}from tqdm import tqdm; [*tqdm('ab')]"
+    for tame, bars in (("", True), ("quiet_other_packages(); ", False)):
+        program = (
+            f"from linearize.terminal.output import quiet_other_packages; {tame}from tqdm import tqdm; [*tqdm('ab')]"
+        )
         ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True)
         assert ("it/s" in ended.stderr) is bars
 

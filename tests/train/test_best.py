@@ -100,7 +100,7 @@ def test_what_changes_no_weight_may_change_and_the_start_says_what_is_left(
 ) -> None:
     halfway(tmp_path, root, monkeypatch)
     told: list[str] = []
-    other = {"eval": {"every_steps": 3, "max_tokens": 64}, "checkpoint": {"every_steps": 3, "keep": 1}}
+    other = {"eval": {"every_steps": 3, "max_tokens": 64}, "checkpoint": {"every_steps": 3, "save_total_limit": 1}}
     finetune(recipe(tmp_path, root, 8, **other), say=told.append)
     assert told[0].startswith(
         f"{tmp_path / 'run'} goes on after step 4 of logit_kl; 256 tokens of all stages are left, "

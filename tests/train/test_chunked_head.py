@@ -42,8 +42,8 @@ def test_it_trains_what_all_logits_at_once_train(
 ) -> None:
     runtime = {"device": "cpu", "gradient_checkpointing": checkpointing}
     for place, size in (("whole", None), ("pieces", 12)):
-        one = stage("logit_kl", parts, name, loss={**loss, "tokens_at_once": size}, optimizer={"lr": 1e-4})
-        one["batch"] = {"per_device": 2, "accumulate": 2}
+        one = stage("logit_kl", parts, name, loss={**loss, "chunk_size": size}, optimizer={"lr": 1e-4})
+        one["batch"] = {"per_device": 2, "gradient_accumulation_steps": 2}
         torch.manual_seed(0)
         train(make_recipe(tmp_path / place, base(root, name), one, runtime=runtime))
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
@@ -74,7 +74,7 @@ def test_gradients_of_many_stretches_add_up_in_bfloat16() -> None:
 @pytest.mark.slow
 def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
     def logits(size: int | None) -> int:
-        one = stage("logit_kl", "all", loss={"tokens_at_once": size})
+        one = stage("logit_kl", "all", loss={"chunk_size": size})
         recipe = make_recipe(tmp_path, base(root, "llama"), one)
         found = Rehearsal(recipe, None, base(root, "llama"), "no", gpu=False).stage(0)
         assert not found.reason
@@ -84,9 +84,9 @@ def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
 
 
 def test_shards_of_deepspeed_are_refused(root: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new", loss={"tokens_at_once": 8}))
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new", loss={"chunk_size": 8}))
     check_divided(recipe, zero=False)
-    with pytest.raises(LinearizeError, match=r"loss\.tokens_at_once does not know DeepSpeed's shards.*--use_fsdp"):
+    with pytest.raises(LinearizeError, match=r"loss\.chunk_size does not know DeepSpeed's shards.*--use_fsdp"):
         check_divided(recipe, zero=True)
 
 

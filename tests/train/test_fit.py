@@ -22,7 +22,7 @@ from linearize.train.stages import Calibration, Listener, listen
 from linearize.train.student import Student
 from linearize_kernels.layers.rotary import Rotation
 from linearize_kernels.layout import TokenLayout
-from linearize_kernels.mixer import Site
+from linearize_kernels.mixer import AttentionSite
 
 HIDDEN = 24
 LAYOUTS = {
@@ -33,7 +33,7 @@ LAYOUTS = {
 
 
 def mixer(mechanism: str) -> Any:
-    site = Site(0, "a", "self", HIDDEN, 4, 2, 8, 6, 8**-0.5, causal=True)
+    site = AttentionSite(0, "a", "self", HIDDEN, 4, 2, 8, 6, 8**-0.5, causal=True)
     made = build_mixer(mechanism, site, resolve_options(mechanism, {}))
     made.reset_parameters()
     return made

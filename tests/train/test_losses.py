@@ -58,7 +58,7 @@ def assert_same_gradient(loss: Tensor, expected: Tensor, x: Tensor) -> None:
 @pytest.mark.parametrize("tau", [1.0, 2.0, 0.7])
 def test_kl_is_the_literal_formula(tau: float, chunk: int | None) -> None:
     student, teacher, valid = logits(0).requires_grad_(), logits(1), some_valid()
-    loss = logit_kl(student, teacher, valid, temperature=tau, chunk=chunk)
+    loss = logit_kl(student, teacher, valid, temperature=tau, chunk_size=chunk)
     expected = literal_kl(student, teacher, valid, tau)
     torch.testing.assert_close(loss, expected)
     assert_same_gradient(loss, expected, student)
@@ -69,7 +69,7 @@ def test_kl_gradcheck(chunk: int | None) -> None:
     student, teacher, valid = logits(0).requires_grad_(), logits(1), some_valid()
 
     def thrice(s: Tensor) -> Tensor:  # so that the incoming gradient is not 1
-        return 3 * logit_kl(s, teacher, valid, temperature=1.5, chunk=chunk)
+        return 3 * logit_kl(s, teacher, valid, temperature=1.5, chunk_size=chunk)
 
     assert torch.autograd.gradcheck(thrice, student)
 
@@ -91,16 +91,16 @@ def literal_top_kl(student: Tensor, teacher: Tensor, k: int, valid: Tensor, tau:
 @pytest.mark.parametrize(("k", "tau"), [(1, 1.0), (4, 2.0), (V - 3, 0.7), (V, 2.0)])
 def test_kl_of_the_top_is_the_literal_formula(k: int, tau: float, chunk: int | None) -> None:
     student, teacher, valid = logits(0).requires_grad_(), logits(1), some_valid()
-    top = top_logits(teacher, k, temperature=tau, chunk=chunk)
+    top = top_logits(teacher, k, temperature=tau, chunk_size=chunk)
     torch.testing.assert_close(torch.logaddexp(top.values.logsumexp(-1), top.rest).exp(), torch.ones_like(top.rest))
-    loss = top_kl(student, top, valid, temperature=tau, chunk=chunk)
+    loss = top_kl(student, top, valid, temperature=tau, chunk_size=chunk)
     expected = literal_top_kl(student, teacher, k, valid, tau)
     torch.testing.assert_close(loss, expected)
     assert_same_gradient(loss, expected, student)
     whole = logit_kl(student, teacher, valid, temperature=tau)
     if k == V:
         torch.testing.assert_close(loss, whole)
-        again = top_kl(student, top, valid, temperature=tau, chunk=chunk)
+        again = top_kl(student, top, valid, temperature=tau, chunk_size=chunk)
         assert_same_gradient(again, whole, student)
     else:
         assert loss < whole
@@ -110,7 +110,7 @@ def test_kl_of_the_top_is_the_literal_formula(k: int, tau: float, chunk: int | N
 def test_kl_of_the_top_gradcheck(k: int) -> None:
     student, valid = logits(0).requires_grad_(), some_valid()
     top = top_logits(logits(1), k, temperature=1.5)
-    assert torch.autograd.gradcheck(lambda s: 3 * top_kl(s, top, valid, temperature=1.5, chunk=3), student)
+    assert torch.autograd.gradcheck(lambda s: 3 * top_kl(s, top, valid, temperature=1.5, chunk_size=3), student)
 
 
 @settings(deadline=None, max_examples=50)
@@ -152,11 +152,11 @@ def test_cross_entropy_is_torchs_on_shifted_labels(chunk: int | None) -> None:
     z = logits(0).requires_grad_()
     labels = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(2))
     labels[0, 2] = labels[1, 0] = -100
-    loss = next_token_ce(z, labels, chunk=chunk)
+    loss = next_token_ce(z, labels, chunk_size=chunk)
     expected = F.cross_entropy(z[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
     torch.testing.assert_close(loss, expected)
     assert_same_gradient(loss, expected, z)
-    assert torch.autograd.gradcheck(lambda x: next_token_ce(x, labels, chunk=chunk), z)
+    assert torch.autograd.gradcheck(lambda x: next_token_ce(x, labels, chunk_size=chunk), z)
 
 
 @settings(deadline=None)
@@ -222,7 +222,7 @@ def test_masked_vocabulary_is_as_if_it_were_not_there(chunk: int | None) -> None
     banned = torch.zeros(V, dtype=torch.bool)
     banned[[0, 1, 6]] = True  # with chunks of two the first holds nothing else
     full = student.masked_fill(banned, -torch.inf).requires_grad_()
-    loss = logit_kl(full, teacher.masked_fill(banned, -torch.inf), valid, chunk=chunk)
+    loss = logit_kl(full, teacher.masked_fill(banned, -torch.inf), valid, chunk_size=chunk)
     torch.testing.assert_close(loss, literal_kl(student[..., ~banned], teacher[..., ~banned], valid, 1.0))
     (grad,) = torch.autograd.grad(loss, full)
     assert grad.isfinite().all()
@@ -291,9 +291,9 @@ def test_float32_exists_only_by_the_chunk(name: str) -> None:
     valid, labels = torch.ones(1, tokens, dtype=torch.bool), torch.randint(vocabulary, (1, tokens))
     top = top_logits(teacher, 8)
     ours: dict[str, Callable[[], Tensor]] = {
-        "kl": lambda: logit_kl(student, teacher, valid, temperature=2.0, chunk=chunk),
-        "top": lambda: top_kl(student, top, valid, chunk=chunk),
-        "ce": lambda: next_token_ce(student, labels, chunk=chunk),
+        "kl": lambda: logit_kl(student, teacher, valid, temperature=2.0, chunk_size=chunk),
+        "top": lambda: top_kl(student, top, valid, chunk_size=chunk),
+        "ce": lambda: next_token_ce(student, labels, chunk_size=chunk),
     }
     with MemoryMeter(student, teacher) as meter:
         ours[name]().backward()

@@ -169,8 +169,8 @@ def compare_times(tokens: int, V: int, chunk: int) -> None:
     valid, student = torch.ones(1, tokens, dtype=torch.bool, device="cuda"), student.requires_grad_()
     targets = torch.randint(V, (1, tokens), device="cuda")
     losses: dict[str, Callable[[int | None], Tensor]] = {
-        "kl": lambda chunk: logit_kl(student, teacher, valid, chunk=chunk),
-        "ce": lambda chunk: cross_entropy(student, targets, chunk=chunk),
+        "kl": lambda chunk: logit_kl(student, teacher, valid, chunk_size=chunk),
+        "ce": lambda chunk: cross_entropy(student, targets, chunk_size=chunk),
     }
     for loss, function in losses.items():
         for name, chunked in (("kernels", None), ("PyTorch", chunk)):

@@ -13,7 +13,7 @@ from linearize.errors import LinearizeError
 from linearize.estimate.memory import Rehearsal
 from linearize.train import offload
 
-KL = stage("logit_kl", "all", loss={"kl": 1.0, "tokens_at_once": T // 4})
+KL = stage("logit_kl", "all", loss={"kl": 1.0, "chunk_size": T // 4})
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,11 @@ FINETUNE = ("-m", "linearize", "finetune", "--json")
 def stages(per_device: int, accumulate: int) -> list[dict[str, Any]]:
     """Backward within forward; adapters in a teacher that stays; a teacher whose weights are kept, in shards too."""
     # A small rate: Adam turns rounding into a full step where a gradient is next to nothing.
-    shared = {"steps": STEPS, "optimizer": {"lr": 1e-4}, "batch": {"per_device": per_device, "accumulate": accumulate}}
+    shared = {
+        "steps": STEPS,
+        "optimizer": {"lr": 1e-4},
+        "batch": {"per_device": per_device, "gradient_accumulation_steps": accumulate},
+    }
     return [
         stage("attention_transfer", ["new", "lora"], **shared),
         stage("sft", ["new", "lora"], **shared),
@@ -196,7 +200,7 @@ def test_shards_in_mixed_precision(memory: str, model: Path, tmp_path: Path, for
     none."""
     folder = base(model.parent.parent, "llama", "bfloat16")
     shared = {"steps": 2, "optimizer": {"lr": 1e-4}}
-    last = {"steps": 2, "optimizer": {"lr": 1e-4, "memory": memory}, "loss": {"tokens_at_once": 12}}
+    last = {"steps": 2, "optimizer": {"lr": 1e-4, "memory": memory}, "loss": {"chunk_size": 12}}
     two = [stage("attention_transfer", **shared), stage("logit_kl", ["all"], **last)]
     runtime = {"device": "cpu", "precision": "bf16"}
     train(make_recipe(tmp_path / "one", folder, *two, runtime=runtime))
@@ -219,7 +223,7 @@ def test_shards_train_a_random_model_that_keeps_its_softmax(tmp_path: Path, fork
     random = {"config": config, "tokenizer": str(tmp_path / "tokenizer")}
 
     def recipe(name: str, per_device: int) -> Path:
-        batch = {"per_device": per_device, "accumulate": 2}
+        batch = {"per_device": per_device, "gradient_accumulation_steps": 2}
         one = stage("sft", ["all"], steps=STEPS, optimizer={"lr": 1e-4}, batch=batch)
         path = write_recipe(tmp_path / name, tmp_path, one, data=DATA, eval={"max_tokens": 3 * T})
         path.write_text(json.dumps({**json.loads(path.read_text()), "model": {"base": random}}))
@@ -271,8 +275,8 @@ def test_shards_make_the_logits_of_some_tokens_at_a_time(
     changes = {"data": DATA, "eval": {"max_tokens": 7 * T}}  # two rows for each process, then two and one
 
     def run(place: str, per_device: int, size: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        loss = {"kl": 1.0, "ce": 0.5, "temperature": 2.0, "tokens_at_once": size}
-        batch = {"per_device": per_device, "accumulate": 2}
+        loss = {"kl": 1.0, "ce": 0.5, "temperature": 2.0, "chunk_size": size}
+        batch = {"per_device": per_device, "gradient_accumulation_steps": 2}
         one = stage("logit_kl", parts, name, steps=STEPS, loss=loss, batch=batch, optimizer={"lr": 1e-4})
         memory = dict.fromkeys(("gradient_checkpointing", "offload_activations"), size is not None)
         return one, {**changes, "runtime": {"device": "cpu", **memory}}
@@ -306,7 +310,7 @@ def test_compiled_layers_in_two_processes(
     settings = {"data": DATA, "eval": {"max_tokens": 3 * T}}
 
     def run(per_device: int, on: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        batch = {"per_device": per_device, "accumulate": 2}
+        batch = {"per_device": per_device, "gradient_accumulation_steps": 2}
         one = stage("logit_kl", ["all"], steps=STEPS, batch=batch, optimizer={"lr": 1e-4})
         return one, {**settings, "runtime": {"device": "cpu", "gradient_checkpointing": on, "compile": on}}
 

@@ -39,7 +39,7 @@ def stages() -> list[dict[str, Any]]:
     ]
 
 
-CHECKPOINTS = {"checkpoint": {"every_steps": 2, "keep": 1}}
+CHECKPOINTS = {"checkpoint": {"every_steps": 2, "save_total_limit": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +161,11 @@ import os
 from pathlib import Path
 from linearize.train import loop
 os.setpgrp()
-deaf = loop.deaf
+ignore_stop_signals = loop.ignore_stop_signals
 def noted(over, worker):
-    deaf(over, worker)
+    ignore_stop_signals(over, worker)
     Path(f"worker-{os.getpid()}").touch()
-loop.deaf = noted
+loop.ignore_stop_signals = noted
 """
 READING = {"runtime": {"device": "cpu", "workers": 1}}
 
@@ -262,7 +262,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 def halfway(folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch, steps: int = 8) -> Path:
     """A run that died in its second stage; returns its checkpoints."""
-    recipe = recipe_in(folder, root, checkpoint={"every_steps": 1, "keep": 2})
+    recipe = recipe_in(folder, root, checkpoint={"every_steps": 1, "save_total_limit": 2})
     with monkeypatch.context() as patch:
         stop_after(patch, steps)
         with pytest.raises(Stop):
@@ -303,7 +303,7 @@ def test_a_named_checkpoint_takes_another_learning_rate(
     checkpoints = halfway(tmp_path, root, monkeypatch)
     changed = stages()
     changed[1]["optimizer"] = {"lr": 1e-3}
-    recipe = make_recipe(tmp_path, base(root, "gpt2"), *changed, checkpoint={"every_steps": 1, "keep": 2})
+    recipe = make_recipe(tmp_path, base(root, "gpt2"), *changed, checkpoint={"every_steps": 1, "save_total_limit": 2})
     with pytest.raises(LinearizeError, match=r"recipe changed.*stages\[1\].optimizer.lr 1e-2 -> 1e-3") as caught:
         train(recipe)
     assert caught.value.code == Exit.USAGE
@@ -341,7 +341,7 @@ def flip(path: Path) -> None:
 def test_what_changed_since_a_run_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit of a checkpoint, the text, the base: each by its name, before anything is removed; put back, it goes on."""
     held = {"data": {"train": {"files": ["train.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}}
-    recipe = recipe_in(tmp_path, tmp_path, **held, checkpoint={"every_steps": 1, "keep": 2})
+    recipe = recipe_in(tmp_path, tmp_path, **held, checkpoint={"every_steps": 1, "save_total_limit": 2})
     with monkeypatch.context() as patch:
         stop_after(patch, 8)
         with pytest.raises(Stop):
@@ -400,7 +400,7 @@ def test_other_versions_are_noted(root: Path, tmp_path: Path, monkeypatch: pytes
     values["versions"] |= {"torch": "2.0.0", "transformers": "4.0.0"}
     record.write_text(json.dumps(values))
     messages: list[str] = []
-    finetune(recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 2}), say=messages.append)
+    finetune(recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "save_total_limit": 2}), say=messages.append)
     note = f"torch 2.0.0, now {torch.__version__}; transformers 4.0.0, now {transformers.__version__}"
     assert [line for line in messages if line.startswith("note: this run began with")] == [
         f"note: this run began with {note}: losses may differ a little"
@@ -419,7 +419,7 @@ def test_a_checkpoint_that_was_cut_short_is_told_without_hashes(
     del position["files"]
     (newest / "position.json").write_text(json.dumps(position))
     os.truncate(newest / name, int((newest / name).stat().st_size * keep))
-    recipe = recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 2})
+    recipe = recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "save_total_limit": 2})
     with pytest.raises(LinearizeError, match=rf"{newest / name} is damaged .*Remove {newest}, and") as caught:
         train(recipe)
     assert caught.value.code == Exit.USAGE
@@ -445,7 +445,7 @@ def test_foreign_lines_among_the_metrics_do_no_harm(
     halfway(tmp_path, root, monkeypatch)
     with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
         file.writelines(FOREIGN)
-    train(recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 2}))
+    train(recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "save_total_limit": 2}))
     assert metrics(tmp_path, "step").count(1) == 3
     assert metrics(tmp_path, "note") == ["the learning rate was my idea"]
 
@@ -633,9 +633,9 @@ def test_nan_names_the_last_good_checkpoint(root: Path, tmp_path: Path, monkeypa
         return make_optimizer([{**group, "factor": faster} for group in groups], stage, *arguments)
 
     monkeypatch.setattr(session, "make_optimizer", wilder)
-    wild = stage("logit_kl", "new", "gpt2", steps=6, name="wild", optimizer={"lr": 1.0, "clip": 1e30})
+    wild = stage("logit_kl", "new", "gpt2", steps=6, name="wild", optimizer={"lr": 1.0, "max_grad_norm": 1e30})
     calm = stage("attention_transfer", "new", "gpt2", steps=2)
-    recipe = make_recipe(tmp_path, base(root, "gpt2"), calm, wild, checkpoint={"every_steps": 1, "keep": 4})
+    recipe = make_recipe(tmp_path, base(root, "gpt2"), calm, wild, checkpoint={"every_steps": 1, "save_total_limit": 4})
     with pytest.raises(LinearizeError, match=r"last good checkpoint: .*(wild-|transfer-2-end)") as caught:
         train(recipe)
     assert caught.value.code == Exit.CHECK_FAILED
@@ -676,7 +676,7 @@ def test_what_is_not_finite_is_never_saved(
         monkeypatch.setattr(StageLoop, "_update", spoil_weight)
     else:
         monkeypatch.setattr(StageLoop, "_micro_batch", spoil_gradient)
-    recipe = recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "keep": 9})
+    recipe = recipe_in(tmp_path, root, checkpoint={"every_steps": 1, "save_total_limit": 9})
     with pytest.raises(LinearizeError, match=r"not finite|gradient's norm is nan") as caught:
         train(recipe)
     assert caught.value.code == Exit.CHECK_FAILED

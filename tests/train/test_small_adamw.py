@@ -12,7 +12,7 @@ import torch
 from training import base, make_recipe, metrics, same, stage, tensors, train
 
 from linearize.errors import LinearizeError
-from linearize.estimate.choose import as_before, choose, is_open, plainly
+from linearize.estimate.choose import as_before, choose, is_open, without_auto
 from linearize.estimate.estimate import estimate
 from linearize.estimate.gpus import Device
 from linearize.estimate.memory import Rehearsal
@@ -104,7 +104,7 @@ def test_a_stage_ends_close_to_the_plain_one_and_resumes(
     def run(place: str, memory: str) -> Path:
         optimizer = {"lr": 5e-3, "memory": memory}
         stages = [stage("logit_kl", "all", steps=12, optimizer=optimizer, batch={"per_device": 4})]
-        changes = {"runtime": runtime, "checkpoint": {"every_steps": 6, "keep": 9}}
+        changes = {"runtime": runtime, "checkpoint": {"every_steps": 6, "save_total_limit": 9}}
         train(make_recipe(tmp_path / place, folder, *stages, **changes))
         return tmp_path / place
 
@@ -216,7 +216,7 @@ def chosen(recipe: Recipe, folder: Path, memory: int) -> tuple[Recipe, list[str]
 
 
 def open_recipe(place: Path, folder: Path) -> Recipe:
-    auto = stage("logit_kl", "all", optimizer={"lr": 1e-3, "memory": "auto"}, batch={"accumulate": 6})
+    auto = stage("logit_kl", "all", optimizer={"lr": 1e-3, "memory": "auto"}, batch={"gradient_accumulation_steps": 6})
     return make_recipe(place, folder, auto, runtime={"device": "cpu", "precision": "bf16", "batch": "auto"})
 
 
@@ -228,9 +228,9 @@ def test_what_is_open_is_small_beside_small_shards(root: Path, tmp_path: Path, m
         stage("logit_kl", "new", name="new", optimizer={"lr": 1e-3, "memory": "auto"}),
     ]
     recipe = make_recipe(tmp_path, base(root, "llama"), *stages)
-    assert [one.optimizer.memory for one in plainly(recipe).stages] == ["small", "full", "full"]
+    assert [one.optimizer.memory for one in without_auto(recipe).stages] == ["small", "full", "full"]
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert [one.optimizer.memory for one in plainly(recipe).stages] == ["small", "small", "full"]
+    assert [one.optimizer.memory for one in without_auto(recipe).stages] == ["small", "small", "full"]
 
 
 @pytest.mark.slow
@@ -243,7 +243,8 @@ def test_all_stages_are_small_where_one_shard_is_too_large(
     recipe = make_recipe(tmp_path, folder, *stages, runtime={"device": "cpu", "precision": "bf16"})
     device = Device("tiny", "cuda", 1)
     first, last = (
-        one.needs(device) for one in estimate(Rehearsal(plainly(recipe), None, folder, "bf16", True), device).stages
+        one.needs(device)
+        for one in estimate(Rehearsal(without_auto(recipe), None, folder, "bf16", True), device).stages
     )
     assert first < last
     found, _ = chosen(recipe, folder, last - 1)
@@ -257,18 +258,18 @@ def test_all_stages_are_small_where_one_shard_is_too_large(
 def test_it_is_small_where_full_does_not_fit(root: Path, tmp_path: Path) -> None:
     folder = base(root, "llama", "bfloat16")
     recipe = open_recipe(tmp_path, folder)
-    (full,) = estimate(Rehearsal(plainly(recipe), None, folder, "bf16", True), Device("tiny", "cuda", 1)).stages
+    (full,) = estimate(Rehearsal(without_auto(recipe), None, folder, "bf16", True), Device("tiny", "cuda", 1)).stages
     one = full.needs(Device("tiny", "cuda", 1))
     found, told = chosen(recipe, folder, one - 1)
     assert found.stages[0].optimizer.memory == "small"
     assert any("full needs" in line and "optimizer.memory is small" in line for line in told)
     found, told = chosen(recipe, folder, 1 << 40)
     assert found.stages[0].optimizer.memory == "full"
-    assert (found.stages[0].batch.per_device, found.stages[0].batch.accumulate) == (6, 1)
+    assert (found.stages[0].batch.per_device, found.stages[0].batch.gradient_accumulation_steps) == (6, 1)
     assert not is_open(found)
     room = full.memory.parts["activations"] + full.memory.parts["logits"]
     found, _ = chosen(recipe, folder, one + int(1.5 * room))
-    assert (found.stages[0].batch.per_device, found.stages[0].batch.accumulate) == (2, 3)
+    assert (found.stages[0].batch.per_device, found.stages[0].batch.gradient_accumulation_steps) == (2, 3)
 
 
 def test_a_run_goes_on_with_what_it_chose(root: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def perplexity(model: Path, place: Path) -> float:
 @pytest.mark.slow
 def test_the_source_by_name_is_the_teacher_that_it_is_anyway(root: Path, tmp_path: Path) -> None:
     """Through a transfer, which keeps the source, a stage of all weights, and one on the student's own text."""
-    loss = {"kl": 1.0, "ce": 0.5, "temperature": 2.0, "tokens_at_once": 12}
+    loss = {"kl": 1.0, "ce": 0.5, "temperature": 2.0, "chunk_size": 12}
     stages = [
         stage("attention_transfer", steps=2),
         stage("logit_kl", "all", loss=loss, steps=2, completion_only=True),
@@ -148,7 +148,7 @@ def test_the_source_by_name_is_the_teacher_that_it_is_anyway(root: Path, tmp_pat
 def test_completions_alone_are_learned_some_tokens_at_a_time_too(root: Path, tmp_path: Path) -> None:
     data = {**DATA, "train": {"files": ["chat.jsonl"]}}
     for name, chunk in (("whole", None), ("pieces", 8)):
-        one = stage("logit_kl", "all", loss={"tokens_at_once": chunk}, completion_only=True, steps=1)
+        one = stage("logit_kl", "all", loss={"chunk_size": chunk}, completion_only=True, steps=1)
         train(recipe_of(tmp_path / name, root, one, data=data))
     assert metrics(tmp_path / "pieces") == pytest.approx(metrics(tmp_path / "whole"), rel=1e-5)
 
@@ -310,7 +310,7 @@ def test_all_tokens_stored_are_the_teacher_itself(root: Path, tmp_path: Path) ->
     loss = {"kl": 1.0, "ce": 0.5}
     stages = [
         stage("logit_kl", name="first", loss=loss, steps=3),
-        stage("logit_kl", "all", name="second", loss={**loss, "tokens_at_once": 12}, epochs=1.2),
+        stage("logit_kl", "all", name="second", loss={**loss, "chunk_size": 12}, epochs=1.2),
     ]
     stages[1]["data"] = {"train": {"files": ["short.txt"]}}
     live = recipe_of(tmp_path / "live", root, *stages, teacher=str(root / "large"))
@@ -611,7 +611,7 @@ def test_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_two_processes_write_and_read_what_one_does(root: Path, tmp_path: Path, forks: Forks) -> None:
-    one = stage("logit_kl", "all", batch={"per_device": 2, "accumulate": 2}, optimizer={"lr": 1e-4})
+    one = stage("logit_kl", "all", batch={"per_device": 2, "gradient_accumulation_steps": 2}, optimizer={"lr": 1e-4})
     two = {**one, "batch": {"per_device": 2}}
     large = str(root / "large")
     written(recipe_of(tmp_path / "one", root, one, teacher=large), tmp_path / "logits", 4)

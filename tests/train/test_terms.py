@@ -40,7 +40,7 @@ def test_a_term_that_is_one_function_reaches_recipe_loss_metrics_and_page(tmp_pa
     model = base(tmp_path / "bases", "llama")
     paths = []
     for name, size in (("whole", None), ("parts", 12)):
-        loss = {"kl": 1.0, "square": 0.5, "tokens_at_once": size}
+        loss = {"kl": 1.0, "square": 0.5, "chunk_size": size}
         paths.append(write_recipe(tmp_path / name, model, stage("logit_kl", "all", loss=loss, steps=2)))
     done = subprocess.run(
         [sys.executable, "-c", NEW_TERM, *map(str, paths)],

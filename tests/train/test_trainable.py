@@ -172,7 +172,7 @@ def test_the_saved_model_is_the_trained_one(
     old, new = tensors(folder), tensors(final)
     assert old.keys() == new.keys()
     for name in old:
-        adapted = "lora" in parts and any(f".{t}.weight" in name for t in LORA[model]["target"])
+        adapted = "lora" in parts and any(f".{t}.weight" in name for t in LORA[model]["target_modules"])
         converted = layers == "all" or ".0." in name
         moves = (expected(name, model, parts, False) and (parts == ["all"] or converted)) or adapted
         assert torch.equal(old[name], new[name]) != moves, name

@@ -23,7 +23,7 @@ from linearize.convert import convert, plan_conversion
 from linearize.data import batches as samples
 from linearize.train.stages import Listener, listen
 from linearize.train.student import Student
-from linearize_kernels.hf.seam import mixers_of
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 EXACT = TOLERANCE[torch.float32]
 

@@ -21,11 +21,11 @@ from linearize.checkpoint import provenance
 from linearize.checkpoint.write import MIXER_SHARD
 from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
-from linearize.verify import checks, limits
+from linearize.verify import checks, tolerances
 from linearize.verify.child import behaviours
 from linearize.verify.reload import CGROUPS, check_tensors, clean_command, compare, free_memory, result_of, started
 
-LIMIT = limits.BY_DTYPE["float32"]
+LIMIT = tolerances.BY_DTYPE["float32"]
 SOURCE_SHARD = "model-source-00001-of-00001.safetensors"
 runner = CliRunner()
 
@@ -87,17 +87,17 @@ BROKEN = {
         "        g = g * (1 + self.chunk_size / 1000)\n        # Autocast would run",
     ),
     "left padding": (
-        "seam.py",
+        "attention_hooks.py",
         LAYOUT,
         HIDDEN % ".flip(1).cummax(1).values.flip(1)",
     ),
-    "left padding without position_ids": ("seam.py", REAL_PLACES, f"{REAL_PLACES} * 2"),
+    "left padding without position_ids": ("attention_hooks.py", REAL_PLACES, f"{REAL_PLACES} * 2"),
     "right padding": (
-        "seam.py",
+        "attention_hooks.py",
         LAYOUT,
         HIDDEN % ".cummax(1).values",
     ),
-    "packed documents": ("seam.py", LAYOUT, LAYOUT + "    tokens = tokens._replace(segments=None)\n"),
+    "packed documents": ("attention_hooks.py", LAYOUT, LAYOUT + "    tokens = tokens._replace(segments=None)\n"),
     "beams": ("cache.py", "self._map(lambda part: part.index_select(0, beam_idx.to(part.device)))", "pass"),
     "generate": ("layout.py", "start = min(mask.shape[-1] - T, seen)", "start = 0"),
     "constant state": (
@@ -158,7 +158,7 @@ def test_a_check_that_raises_never_passes(zoo: Zoo) -> None:
 @pytest.mark.parametrize("positions", [9, 16, 24])
 def test_models_of_few_positions_are_checked_as_far_as_they_go(tmp_path: Path, positions: int) -> None:
     folder = convert_folder(save_source(tmp_path / "source", max_position_embeddings=positions), tmp_path / "linear")
-    found = behaviours.behave(load(folder), str(folder), checks.LENGTH, LIMIT)
+    found = behaviours.run_checks(load(folder), str(folder), checks.LENGTH, LIMIT)
     wanted = "skipped" if positions < behaviours.SHORTEST + behaviours.STEPS else "passed"
     assert {name: found[name]["status"] for name in behaviours.CHECKS} == dict.fromkeys(behaviours.CHECKS, wanted)
     assert {found[name]["status"] for name in ("finite logits", "constant state", "trust")} == {"passed"}

@@ -273,7 +273,7 @@ def attempt(check: Callable[[Any, Any], float | None], model: Any, given: Any) -
         return error
 
 
-def behave(model: Any, folder: str, length: int, limit: float) -> dict[str, dict[str, Any]]:
+def run_checks(model: Any, folder: str, length: int, limit: float) -> dict[str, dict[str, Any]]:
     """Every check of a loaded model by name, on rows of `length` tokens where it takes as many; of more beside a longer
     window."""
     checks = text_checks(model, length, limit) if writes_text(model) else encoder_checks(model, length, limit)
@@ -345,6 +345,6 @@ def main() -> None:
     print("loaded", flush=True)  # what goes wrong from here on is no matter of loading
     model, loading = loaded[0].eval(), loaded[1]
     report(1 / ((len(CHECKS) if writes_text(model) else len(ENCODER_CHECKS)) + 1))
-    checks = behave(model, folder, length, limit)
+    checks = run_checks(model, folder, length, limit)
     keys = {kind: sorted(map(str, names)) for kind, names in loading.items() if names}
     print(json.dumps({"keys": keys, "checks": checks}))

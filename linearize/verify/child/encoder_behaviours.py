@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .inputs import difference, taller
+from .inputs import difference, taller_images
 
 
 def heads(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def padded_text(model: Any, inputs: dict[str, Any]) -> float | None:
 
 def other_size(model: Any, inputs: dict[str, Any]) -> float | None:
     """Images twice as high as those that the model was made for, where it takes them."""
-    found = taller(model, inputs)
+    found = taller_images(model, inputs)
     return None if found is None else alone(model, found)
 
 

@@ -139,7 +139,7 @@ def make_images(model: Any, B: int) -> dict[str, Tensor]:
     return {"pixel_values": noise(B, *frames, channels, height, width)}
 
 
-def taller(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any] | None:
+def taller_images(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any] | None:
     """`inputs` with images twice as high, and what asks a model for that; None where its images are of one size."""
     images = inputs.get("pixel_values")
     if images is None or images.ndim == 3:

@@ -9,7 +9,7 @@ from conftest import Command
 from transformers import BertConfig, BertModel, SwinConfig, ViTConfig, ViTModel
 
 from linearize.convert import plan_conversion, slower
-from linearize.estimate.pays import PAYS, breaks_even
+from linearize.estimate.break_even import PAYS, break_even_tokens
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -23,7 +23,7 @@ def vit(folder: Path, pixels: int) -> Path:
 @pytest.mark.parametrize("mechanism", ["la", "mhla", "saga"])
 def test_the_ratio_passes_1_where_it_breaks_even(mechanism: str, where: str) -> None:
     points = PAYS[where][mechanism]
-    most = breaks_even(mechanism, where)
+    most = break_even_tokens(mechanism, where)
     before = max(tokens for tokens, ratio in points if ratio < 1)
     after = min(tokens for tokens, ratio in points if ratio >= 1)
     assert before < most < after

@@ -21,13 +21,13 @@ from .plan import (
     item_bytes,
     layer_set,
     make_steps,
-    misfit,
-    settle_rotation,
+    mismatch,
+    resolve_rotation,
 )
 from .request import Request
 
 
-def same_again(old: Plan, options: dict[str, Any], name: str) -> tuple[str, dict[str, Any]]:
+def same_mechanism(old: Plan, options: dict[str, Any], name: str) -> tuple[str, dict[str, Any]]:
     """Mechanism and options of new linear layers where none is named: those of the linear ones of `old`, and `options`.
 
     Raises LinearizeError (exit 2) where its layers are not all alike.
@@ -62,7 +62,7 @@ def check_unused(mechanism: str | None, options: dict[str, Any], restore: str) -
         )
 
 
-def plan_again(
+def plan_reconversion(
     request: Request,
     restore: str,
     given: dict[str, Any],
@@ -87,10 +87,10 @@ def plan_again(
     sites = []
     for layer in sorted(new):  # of two towers one may have no place for the mechanism
         here = [site for site in found.sites if site.layer == layer and site.path not in linear]
-        sites += [site for site in here if not misfit(site, request.mechanism)] or here
+        sites += [site for site in here if not mismatch(site, request.mechanism)] or here
     check_dropped_features(sites, request.allow_drop)
     sites = keep_heads(request.keep_heads, sites, found, folder)
-    steps = settle_rotation(found, make_steps(sites, request.mechanism, request.options or {}, item_bytes(old.dtype)))
+    steps = resolve_rotation(found, make_steps(sites, request.mechanism, request.options or {}, item_bytes(old.dtype)))
     check_rotation(found, steps)
     check_idle(found, steps, given)
     restored = [path for path, step in mixers.items() if step.site.layer in back]
@@ -119,7 +119,7 @@ def plan_again(
         choice=None,
         heads_choice=None,
         window_choice=None,
-        again=(*old.again, done),
+        reconversions=(*old.reconversions, done),
     )
 
 

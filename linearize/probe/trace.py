@@ -24,7 +24,7 @@ from linearize_kernels.hf.interface import direction
 
 from ..verify.child.inputs import make_inputs, takes, with_cache, writes_text
 from .own_softmax import softmax_calls
-from .token_grid import Follow, looks_back
+from .token_grid import PatchTracer, looks_back
 
 PROBE = "linearize_probe"
 TOKENS = 8
@@ -79,9 +79,9 @@ def interface_calls(config: PreTrainedConfig, model_class: type[PreTrainedModel]
     masks = (None,) if square is None else (square, torch.ones_like(inputs["input_ids"]), None)
     for mask in masks:
         run.records.clear()
-        run.follow = Follow(run.model, inputs)
+        run.follow = PatchTracer(run.model, inputs)
         try:
-            with quiet(), torch.no_grad(), AsIfZero(), run.follow:
+            with quiet(), torch.no_grad(), ValuesAreZero(), run.follow:
                 forward(run.model, inputs, mask)
             run.reads_masks = _reads_masks(run, inputs)
             return run
@@ -123,7 +123,7 @@ def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         if seen == kinds:  # a layer with each kind has had the mask
-            raise Enough
+            raise StopTrace
         seen.add(type(module))
         return query.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
@@ -132,9 +132,9 @@ def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
     flat = torch.ones(2, TOKENS, dtype=torch.long, device="meta")
     try:
         assert run.model is not None
-        with quiet(), torch.no_grad(), AsIfZero():
+        with quiet(), torch.no_grad(), ValuesAreZero():
             forward(run.model, {"input_ids": flat}, flat)
-    except Enough:
+    except StopTrace:
         return False
     except Exception:  # whatever a wrong number of dimensions leads to
         return True
@@ -144,7 +144,7 @@ def _reads_masks(run: Run, inputs: dict[str, Tensor]) -> bool:
     return False
 
 
-class TellingCache(DynamicCache):
+class SlotCache(DynamicCache):
     """An empty cache that gives back keys and values whose number tells the slot: TOKENS + 1 for the first one."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -169,15 +169,15 @@ def slots_read(run: Run) -> dict[str, int]:
     AttentionInterface.register(PROBE, attend)
     AttentionMaskInterface.register(PROBE, _full_mask)
     try:
-        with quiet(), torch.no_grad(), AsIfZero():
-            cache = TellingCache(config=model.config.get_text_config(decoder=True))
+        with quiet(), torch.no_grad(), ValuesAreZero():
+            cache = SlotCache(config=model.config.get_text_config(decoder=True))
             model(**meta_inputs(model), use_cache=True, **with_cache(model, cache))
     except Exception:  # whatever the architecture raises
         return {}
     return {path: length - TOKENS - 1 for path, length in lengths.items() if length > TOKENS}
 
 
-class Enough(Exception):
+class StopTrace(Exception):
     """Ends a pass whose rest would say nothing new."""
 
 
@@ -189,8 +189,8 @@ def own_softmax(config: PreTrainedConfig, model_class: type[PreTrainedModel]) ->
             run.model = build_on_meta(config, model_class, dtype=dtype)
             _watch(run)
             inputs = meta_inputs(run.model)
-            run.follow = Follow(run.model, inputs)
-            with quiet(), AsIfZero(), run.follow:
+            run.follow = PatchTracer(run.model, inputs)
+            with quiet(), ValuesAreZero(), run.follow:
                 run.records += softmax_calls(run.model, inputs, run.follow)
             return run
         except Exception as error:
@@ -217,7 +217,7 @@ def _note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     module._linearize_shape = tuple(x.shape) if isinstance(x, Tensor) and x.ndim == 3 else None
 
 
-class AsIfZero(TorchDispatchMode):
+class ValuesAreZero(TorchDispatchMode):
     """Answers questions about values, which tensors on the meta device lack, as if all of them were zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import Exit, LinearizeError, undamaged
-from ..plan.again import check_unused, plan_again, same_again
 from ..plan.plan import Plan
+from ..plan.reconvert import check_unused, plan_reconversion, same_mechanism
 from ..plan.request import Request
 from ..probe.probe import found_in
 from ..verify.reload import scratch_folder
@@ -81,11 +81,11 @@ def plan_converted(
         check_unused(mechanism, given, restore)
         mechanism, options = old.linear[0].mechanism, {}
     elif mechanism is None:
-        mechanism, options = same_again(old, given, source.name)
+        mechanism, options = same_mechanism(old, given, source.name)
     request = Request(mechanism, options=options, **asked)
     found = found_in(natives.source_config, head)
     untrained = untrained_mixers(folder, old)
-    return plan_again(request, restore, given, old, found, source.name, untrained, recipe), source, natives
+    return plan_reconversion(request, restore, given, old, found, source.name, untrained, recipe), source, natives
 
 
 # ---------------------------------------------------------------- writing
@@ -98,7 +98,7 @@ def places_of(source: Source) -> tuple[Places, Places]:
     return {name: place for name, place in found.items() if name not in mixers}, mixers
 
 
-def write_again(folder: Path, source: Source, plan: Plan, natives: SourceClasses, seed: int) -> None:
+def write_reconverted(folder: Path, source: Source, plan: Plan, natives: SourceClasses, seed: int) -> None:
     """Write the model of `source`, converted again by `plan`, into the empty `folder`: its weights and trained mixers
     with the bytes that they have, mixers of new layers initialised.
 

@@ -28,7 +28,7 @@ OTHER_SCORES = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", 
 
 
 class Places:
-    """What the rooms of a cache share. `size` is N; `count` [1] int64 tells the device how many tokens came before the
+    """What the static layers of a cache share. `size` is N; `count` [1] int64 tells the device how many tokens came before the
     step's; `real` [B,N] bool which places a token sees: those of the real tokens before it, and the last one, its own.
     """
 
@@ -40,7 +40,7 @@ class Places:
         self.trial = True
 
 
-class Room(CacheLayerMixin):
+class StaticLayer(CacheLayerMixin):
     """Stands for a layer of the cache within a recorded step: keys [B,E,N,D] and values of N places."""
 
     keys: Tensor
@@ -52,7 +52,7 @@ class Room(CacheLayerMixin):
     def __init__(self, places: Places, layer: Any) -> None:
         super().__init__()
         self.places, self.is_initialized = places, True
-        self.keys, self.values = (_roomy(x, places.size) for x in (layer.keys, layer.values))
+        self.keys, self.values = (_enlarged(x, places.size) for x in (layer.keys, layer.values))
         self.shown: Any = None
         # For `dispatch` of interface.py, to which the module hands what `update` returns. A reference in a circle would
         # keep the buffers until Python collects garbage.
@@ -91,9 +91,9 @@ class Room(CacheLayerMixin):
         query, places = args[0], self.places
         if places.trial:
             self._check(args[3] if len(args) > 3 else kwargs.get("attention_mask"))
-        told = [name for name in OTHER_SCORES if kwargs.get(name) is not None]
+        asked = [name for name in OTHER_SCORES if kwargs.get(name) is not None]
         scale = kwargs.get("scaling")
-        if told or scale is None or obstacle(query, self.values):
+        if asked or scale is None or obstacle(query, self.values):
             return softmax(module, *args, **kwargs)
         return softmax_step(query, self.keys, self.values, places.real, places.count, scale), None
 
@@ -105,8 +105,8 @@ class Room(CacheLayerMixin):
         self.attended = True
 
 
-class Rooms:
-    """The rooms of a cache's layers that keep softmax."""
+class StaticLayers:
+    """Static layers for a cache's layers that keep softmax."""
 
     def __init__(self, layers: list[Any]) -> None:
         """Raises ValueError where these hold different numbers of tokens."""
@@ -115,24 +115,24 @@ class Rooms:
         if any(x.shape[2] != held for x in keys):
             raise ValueError("layers that keep softmax hold different numbers of tokens")
         self.places = Places(keys[0], held)
-        self.rooms = {i: Room(self.places, layer) for i, layer in enumerate(layers) if grows(layer)}
+        self.static_layers = {i: StaticLayer(self.places, layer) for i, layer in enumerate(layers) if grows(layer)}
 
     def fit(self, layers: list[Any]) -> bool:
         """Whether the next token finds a free place beside the last one."""
-        return all(grows(layers[i]) for i in self.rooms) and self.held(layers) < self.places.size - 1
+        return all(grows(layers[i]) for i in self.static_layers) and self.held(layers) < self.places.size - 1
 
     def held(self, layers: list[Any]) -> int:
         """n, how many tokens the cache's layers hold."""
-        return layers[min(self.rooms)].keys.shape[2]
+        return layers[min(self.static_layers)].keys.shape[2]
 
     def enter(self, layers: list[Any], mask: Tensor | None) -> None:
         """Before a step: what the cache's layers hold, and the padding `mask` [B,n+1] of all tokens (None: none)."""
         n = self.held(layers)
-        for i, room in self.rooms.items():
+        for i, static in self.static_layers.items():
             layer = layers[i]
-            if layer.keys is not room.shown:  # someone reordered, or wrote, this cache
-                room.keys[:, :, :n] = layer.keys
-                room.values[:, :, :n] = layer.values
+            if layer.keys is not static.shown:  # someone reordered, or wrote, this cache
+                static.keys[:, :, :n] = layer.keys
+                static.values[:, :, :n] = layer.values
         self.places.count.fill_(n)
         real = self.places.real.zero_()
         real[:, :n] = True if mask is None else mask[:, :n]
@@ -141,23 +141,23 @@ class Rooms:
     def leave(self, layers: list[Any]) -> None:
         """After a step: the cache's layers hold one token more."""
         n = self.held(layers) + 1
-        for i, room in self.rooms.items():
+        for i, static in self.static_layers.items():
             layer = layers[i]
-            layer.keys = room.shown = room.keys[:, :, :n]
-            layer.values = room.values[:, :, :n]
+            layer.keys = static.shown = static.keys[:, :, :n]
+            layer.values = static.values[:, :, :n]
 
     def end_trial(self) -> None:
         """Raises ValueError where a layer that keeps softmax does not attend by transformers' interface."""
         self.places.trial = False
-        if not all(room.attended for room in self.rooms.values()):
+        if not all(static.attended for static in self.static_layers.values()):
             raise ValueError("a layer that keeps softmax does not call transformers' attention interface")
 
     def stand_in(self, layers: list[Any]) -> list[Any]:
-        """The layers of a cache with rooms in their places; linear ones have seen as many tokens as rooms have places,
+        """The layers of a cache with static ones in their places; linear ones have seen as many tokens as those have places,
         but one."""
-        return [self.rooms.get(i, layer) for i, layer in enumerate(layers)]
+        return [self.static_layers.get(i, layer) for i, layer in enumerate(layers)]
 
 
-def _roomy(x: Tensor, places: int) -> Tensor:
+def _enlarged(x: Tensor, places: int) -> Tensor:
     """Zeros [B,E,places,D] of the kind of x [B,E,n,D]; what no token has written must be a number, for masked sums."""
     return x.new_zeros(*x.shape[:2], places, x.shape[3])

@@ -35,11 +35,11 @@ def beginnings(source: TextSource, tokenizer: Any, count: int) -> list[list[int]
 
 
 def steps_of(prompts: Sequence[list[int]], rows: Sequence[Row]) -> int:
-    """Tokens in a row that `freely` writes: all prompts go on at once."""
+    """Tokens in a row that `free_generation` writes: all prompts go on at once."""
     return WRITTEN * bool(prompts) + sum(len(place) for row in rows for place in row.asked)
 
 
-def freely(
+def free_generation(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], rows: Sequence[Row], advance: Advance = silent
 ) -> dict[str, float | None]:
     """Shares, each None where nothing asked for it. `advance` gets the number of `steps_of` done since its last call.

@@ -28,7 +28,7 @@ PAYS: dict[str, dict[str, tuple[tuple[int, float], ...]]] = {
 }
 
 
-def breaks_even(mechanism: str, where: str) -> int:
+def break_even_tokens(mechanism: str, where: str) -> int:
     """Tokens from which the mechanism is faster there, in hundreds: between two measurements on a line through their
     logarithms."""
     points = [(math.log(tokens), math.log(ratio)) for tokens, ratio in PAYS[where][mechanism]]
@@ -66,7 +66,7 @@ def slower(plan: Plan, config: Any) -> str:
     mechanism = plan.linear[0].mechanism
     if plan.linear[0].site.causal or mechanism not in PAYS["a CPU"]:
         return ""
-    tokens, from_here = tokens_read(plan, config), {where: breaks_even(mechanism, where) for where in PAYS}
+    tokens, from_here = tokens_read(plan, config), {where: break_even_tokens(mechanism, where) for where in PAYS}
     short = tokens is not None and [where for where, most in from_here.items() if tokens < most]
     if not short:
         return ""

@@ -24,7 +24,7 @@ Place = tuple[int, int]
 FORWARD, BACKWARD = "forward", "backward"
 
 
-class Unlike(Exception):
+class LayersDiffer(Exception):
     """A layer cannot be left out: the model has to be rehearsed whole."""
 
 
@@ -130,7 +130,7 @@ def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return own.__call__(layer, *args, **kwargs)
     x = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(x, Tensor):
-        raise Unlike("a layer whose first argument is no tensor")
+        raise LayersDiffer("a layer whose first argument is no tensor")
     if place == 0:
         layers.passes += 1
         layers.calls = {}
@@ -142,7 +142,7 @@ def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
     if place in layers.stands_for:
         return left_out(x, differentiable, layers.calls.get(layers.stands_for[place]), args, kwargs)
     if place in layers.calls:
-        raise Unlike("a layer that a pass calls twice")
+        raise LayersDiffer("a layer that a pass calls twice")
     layers.calls[place] = None
     out = own.__call__(layer, *args, **kwargs)
     first, *rest = out if isinstance(out, tuple) else (out,)
@@ -167,12 +167,12 @@ def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
 def left_out(x: Tensor, differentiable: bool, model: Call | None, args: Any, kwargs: Any) -> Any:
     """What a layer that is left out gives back: its input, in the form in which the one like it gave its output."""
     if model is None or model.differentiable != differentiable:
-        raise Unlike("a layer whose output has another form than its input")
+        raise LayersDiffer("a layer whose output has another form than its input")
     if model.rest is None:
         return x
     given = {id(value) for value in (*args, *kwargs.values())}
     if any(value is not None and id(value) not in given for value in model.rest):
-        raise Unlike("a layer that passes on more than its output")
+        raise LayersDiffer("a layer that passes on more than its output")
     return x, *model.rest
 
 

@@ -84,7 +84,7 @@ def test_one_more_layer_becomes_linear_and_the_others_stay_as_trained(place: Pat
     assert plan.steps[2].options == old.steps[0].options
     assert [site.layer for site in plan.kept] == [2]
     assert (plan.source, plan.choice) == ("source", None)
-    done = plan.again[-1]
+    done = plan.reconversions[-1]
     assert (done.folder, done.added, done.restored, done.untrained) == ("trained", (path(3),), (), (path(3),))
     assert done.recipe is not None
     assert done.recipe["name"] == "tiny"
@@ -103,7 +103,7 @@ def test_a_layer_gets_softmax_back_and_linear_again(place: Path, tmp_path: Path)
     again(tmp_path / "one", tmp_path / "two", "gla", layers="2")
     again(tmp_path / "two", tmp_path / "back", restore="2")
     assert torch.equal(logits(tmp_path / "back"), logits(tmp_path / "one"))
-    passes = read_plan(tmp_path / "back").again
+    passes = read_plan(tmp_path / "back").reconversions
     assert [one.folder for one in passes] == ["trained", "one", "two"]
     assert [one.restored for one in passes] == [(path(0),), (), (path(2),)]
     assert passes[1].untrained == (path(2),)
@@ -147,7 +147,7 @@ def test_a_second_training_keeps_what_the_first_one_learned(place: Path, tmp_pat
     assert not same(mixers(final, 3), mixers(tmp_path / "more", 3))
     assert same(own(final), own(place / "source"))
     assert untrained_mixers(final, read_plan(final)) == set()
-    assert read_plan(final).again == read_plan(tmp_path / "more").again
+    assert read_plan(final).reconversions == read_plan(tmp_path / "more").reconversions
     recipe = make_recipe(tmp_path / "first", place / "linear", still, data=with_eval())
     assert report["teacher_ppl"] == pytest.approx(train(recipe)["teacher_ppl"], rel=1e-6)
     assert not trained_before(tmp_path / "more")
@@ -176,7 +176,7 @@ def test_a_recipe_converts_again_and_trains(place: Path, tmp_path: Path) -> None
     train(make_recipe(tmp_path, place / "trained", stage("attention_transfer"), convert=section))
     plan = read_plan(tmp_path / "run" / "final")
     assert [step.site.layer for step in plan.steps] == [0, 1, 3]
-    assert plan.again[-1].added == (path(3),)
+    assert plan.reconversions[-1].added == (path(3),)
 
 
 def test_a_second_training_says_that_source_weights_were_trained(place: Path, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_the_command_line_converts_again(place: Path, tmp_path: Path, linearize:
     code, out, err = linearize("convert", place / "trained", "--restore", "0", "-o", tmp_path / "out", "--json")
     assert code == 0, err
     plan = json.loads(out.splitlines()[-1])["plan"]
-    assert plan["again"][-1]["restored"] == [path(0)]
+    assert plan["reconversions"][-1]["restored"] == [path(0)]
     assert read_plan(tmp_path / "out").steps == read_plan(place / "trained").steps[1:]
 
 

@@ -1,4 +1,4 @@
-"""The seam: how a mixer takes the place of softmax inside an attention module that stays where it is.
+"""Attention hooks: how a mixer takes the place of softmax inside an attention module that stays where it is.
 
     decoder -> attention module -> its own q/k/v, norms, rotary -> attention function `linearize_<backend>`
                                                   |- module without a mixer -> softmax backend
@@ -41,7 +41,7 @@ from ..layout import (
     this_thread,
     watch_patches,
 )
-from ..mixer import Mixer, Site, mixer_at, positions
+from ..mixer import Mixer, AttentionSite, mixer_at, positions
 from ..layers.rotary import Rotation, rotation_of
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
@@ -80,7 +80,7 @@ class Call:
         # Whether the module's norms of q and k are passed over (`past_norm`).
         self.raw = False
 
-    def told(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the attention function was told, else its module, else the model."""
         return self.places | {name: value for name, value in kwargs.items() if value is not None}
 
@@ -120,7 +120,7 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         slot.awaited = True
     x = bound[hidden_name(mixer)]
     # Images have positions, too, which say nothing of documents.
-    places = mixer.position_hooks.told(x) if mixer.site.causal else {}
+    places = mixer.position_hooks.arguments(x) if mixer.site.causal else {}
     places = places | places_in(bound) if mixer.site.causal or not mixer.site.routed else {}
     if mixer.position_hooks.own_mask():
         places["own_mask"] = True
@@ -183,7 +183,7 @@ def without_rotation(bound: dict[str, Any], routed: bool) -> Rotation | None:
     return taken
 
 
-def seam(
+def mixer_attention(
     mixer: Mixer,
     prefix: str,
     softmax: Callable[..., Any],
@@ -211,13 +211,13 @@ def seam(
     causal = is_causal(module, kwargs, mixer.site.causal)
     call.check(mixer, attention_mask, q.shape[1], seen, causal)
     rows = getattr(slot, "rows", None) if mixer.pools else None  # an earlier version's slot knows no rows
-    layout = layout_told(mixer, call, causal, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs, rows)
+    layout = layout_of_call(mixer, call, causal, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs, rows)
     inputs = (q, k, v, call.x.to(q.device))
     o = mixer(*inputs, layout)[0] if slot is None else slot.absorb(mixer, inputs, layout)
     return o.to(query.dtype), None
 
 
-def layout_told(
+def layout_of_call(
     mixer: Mixer,
     call: Call,
     causal: bool,
@@ -228,8 +228,8 @@ def layout_told(
     rows: Tensor | None = None,
 ) -> TokenLayout:
     """The layout that a mixer gets for a call of `shape` (B, T): what the module and the cache know of its tokens."""
-    tokens = call_layout(call.geometry, causal, attention_mask, shape, seen, call.told(kwargs))
-    scores = mixer.softmax and mixer.softmax.scores_told(kwargs)
+    tokens = call_layout(call.geometry, causal, attention_mask, shape, seen, call.arguments(kwargs))
+    scores = mixer.softmax and mixer.softmax.score_options(kwargs)
     # Not `_replace`: torch 2.11 cannot make its tuple again where a compiled graph ends, as before MHLA's blocks.
     return TokenLayout(tokens.padding, tokens.segments, tokens.causal, tokens.grid, call.rotation, scores, rows)
 
@@ -267,7 +267,7 @@ def transfer(
     causal = is_causal(module, kwargs, mixer.site.causal)
     shape = query.shape[0], query.shape[2]
     call.check(mixer, attention_mask, shape[1], None, causal)
-    layout = layout_told(mixer, call, causal, attention_mask, shape, None, kwargs)
+    layout = layout_of_call(mixer, call, causal, attention_mask, shape, None, kwargs)
     inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x.detach())
     with torch.enable_grad():
         o, _ = mixer(*inputs, layout)
@@ -316,7 +316,7 @@ def attach(
     switch, position_hooks = Switch() if capture else None, PositionHooks()
     precise: list[str] = []
     for layer in spec["layers"]:
-        site = Site.from_dict(layer["site"])
+        site = AttentionSite.from_dict(layer["site"])
         module = _module_of(model, site)
         mixer = mixer_at(mechanisms[layer["mechanism"]], site, layer["options"])
         mixer.keep_in_fp32()
@@ -324,7 +324,7 @@ def attach(
             mixer.reset_parameters()
         precise += [f"{re.escape(f'{_own_path(model, site.path)}.mixer.{name}')}$" for name in mixer.fp32_names()]
         mixer.switch = switch or getattr(module, "config", model.config)
-        mixer.seam, mixer.position_hooks, mixer.prefix = seam, position_hooks, prefix_for(spec)
+        mixer.attention_function, mixer.position_hooks, mixer.prefix = mixer_attention, position_hooks, prefix_for(spec)
         options = ", ".join(f"{name}={value}" for name, value in sorted(layer["options"].items()))
         exact = f", softmax in key heads {[*site.softmax_groups]}" if site.softmax_groups else ""
         mixer.kind = f"{layer['mechanism']}({options}){exact}"
@@ -356,7 +356,7 @@ def attach(
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
 
 
-def _module_of(model: PreTrainedModel, site: Site) -> Any:
+def _module_of(model: PreTrainedModel, site: AttentionSite) -> Any:
     """The attention module of a site. Raises ValueError where the config has fewer layers than the plan in it."""
     try:
         return model.get_submodule(_own_path(model, site.path))
