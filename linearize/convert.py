@@ -43,6 +43,8 @@ Pricer = Callable[[Plan, Source, SourceClasses], Choice]
 WindowChooser = Callable[[Plan, Source, SourceClasses, str, float], WindowChoice]
 # What to write in place of `auto`.
 NAMED = {"--keep-softmax": "layers, such as --keep-softmax 7,15", "--keep-heads": "heads, such as --keep-heads 3:0"}
+# What only a source can be asked for: of a converted model that is said, not that the mechanism is missing.
+OF_SOURCES = ("keep_softmax", "keep_heads", "kept_window")
 UNREAD = "not copied, because loading the model does not need it: {}"
 
 
@@ -72,7 +74,7 @@ def plan_conversion(
     """
     if mechanism is not None:
         Request(mechanism, **asked)
-    elif not restore and asked.get("layers", "all") == "all":
+    elif not (restore or any(map(asked.get, OF_SOURCES)) or asked.get("layers", "all") != "all"):
         raise LinearizeError(
             f"--to is missing: name the mechanism that {model} gets, such as --to gsa. Of a model that is converted "
             "already, name layers: --layers 3 or --restore 3"
@@ -237,6 +239,8 @@ def next_step(plan: Plan, folder: Path) -> str:
     from .checkpoint.card import loading
 
     of_images = loading(plan)["processor"] == "image_processor"
+    if not plan.new_parameters and not of_images and plan.linear[0].site.causal:  # presets train new parameters first
+        return shlex.join(["linearize", "generate", str(folder), "Once upon a time"])
     encoder = plan.architecture.endswith("Model") and not (of_images or plan.linear[0].site.causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
     recipe = "sentence" if encoder else recipe

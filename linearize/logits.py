@@ -160,7 +160,7 @@ def write_logits(recipe: Recipe, output: Path, top: int, *, dry_run: bool = Fals
             record["sets"] = [*others, *(one.record() for one in sets)]
             with writing(output):
                 write_atomically(output / RECORD, json.dumps(record, indent=2) + "\n")
-            say(f"wrote {output}. Next: linearize finetune with teacher.logits={output}")
+            say(f"wrote {output}")
     accelerator.end_training()
     return told
 

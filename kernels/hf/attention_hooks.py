@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers.conversion_mapping as conversions
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModel, DynamicCache, PreTrainedModel
 
 from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
 from ..layout import (
@@ -470,6 +470,18 @@ def _sees_all(config: Any) -> bool:
     return getattr(config, "sliding_window", None) is None
 
 
+@contextmanager
+def known_to_auto(config: type, bare: type | None) -> Iterator[None]:
+    """Within: AutoModel makes a `bare` model of that class of config. Afterwards it does not: that has softmax."""
+    known: dict[type, Any] = AutoModel._model_mapping._extra_content
+    if bare is not None:
+        known[config] = bare
+    try:
+        yield
+    finally:
+        known.pop(config, None)
+
+
 class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixin before a native model class: builds the mixers of `config.linearize`, and keeps transformers honest.
 
@@ -478,9 +490,11 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
 
     mechanisms: dict[str, type[Mixer]]
     capture: Callable[[nn.Module], None] | None = None
+    bare: type | None = None  # the source's bare model, where the class asks AutoModel for it
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        with known_to_auto(type(config), self.bare):
+            super().__init__(config, *args, **kwargs)
         attach(self, config.linearize, self.mechanisms, self.capture)
 
     def initialize_weights(self) -> None:

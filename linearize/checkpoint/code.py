@@ -21,10 +21,15 @@ MODELING_FILE = "modeling_linearized.py"
 EARLIER = {"attention_hooks": ("seam", "Linearized"), "static_layers": ("rooms", "Rooms")}
 
 
-class SourceClasses:
-    """The source's own classes: its config, its model with a head, and its bare model where there is one."""
+# Heads that are trained anew on a model of text, by the Auto classes that load them: rewards are of the first.
+TASKS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering")
 
-    def __init__(self, config: Any, model_class: Any) -> None:
+
+class SourceClasses:
+    """The source's own classes: its config, its model with a head, its bare model where there is one, and `tasks`:
+    other heads that transformers has for that, by their Auto class; none of them `with_tasks` False."""
+
+    def __init__(self, config: Any, model_class: Any, with_tasks: bool = True) -> None:
         self.config: Any = type(config)
         self.source_config = config
         self.model_type: str = config.model_type
@@ -32,6 +37,23 @@ class SourceClasses:
         bare = transformers.AutoModel._model_mapping.get(type(config), None)
         if isinstance(bare, type) and bare is not model_class:
             self.models.insert(0, bare)
+        self.tasks: dict[str, Any] = {}
+        if with_tasks and len(self.models) > 1 and not config.is_encoder_decoder:
+            for name in TASKS:
+                found = getattr(transformers, name)._model_mapping.get(type(config), None)
+                # Where the bare model is called otherwise, keys of the checkpoint would not be found.
+                if found not in (None, *self.models) and found.base_model_prefix == model_class.base_model_prefix:
+                    self.tasks[name] = found
+
+    @property
+    def without_tasks(self) -> SourceClasses:
+        """The same as the first folders of 0.3.0 had them."""
+        return SourceClasses(self.source_config, self.head, with_tasks=False)
+
+    @property
+    def written(self) -> list[Any]:
+        """All that a checkpoint has a class for."""
+        return [*self.models, *dict.fromkeys(self.tasks.values())]
 
     @property
     def head(self) -> Any:
@@ -58,6 +80,8 @@ def auto_map(natives: SourceClasses) -> dict[str, str]:
     entries = {"AutoConfig": config, **dict.fromkeys(auto_names(natives.config, natives.head), head)}
     if len(natives.models) > 1:
         entries.setdefault("AutoModel", natives.models[0].__name__)
+    for name, task in natives.tasks.items():
+        entries.setdefault(name, task.__name__)
     return {name: f"modeling_linearized.Linearized{own}" for name, own in entries.items()}
 
 
@@ -99,17 +123,20 @@ def modeling(version: str, plan: Plan, natives: SourceClasses, files: Mapping[st
     names = dict.fromkeys((*carried.items(), *parts.items()))
     imports = [f"from .{file} import {name}" for file, name in names]
     capture = templates.capture if captured(plan) else ""
-    class_pairs = ", ".join(f'("{m.__name__}", "Linearized{m.__name__}")' for m in natives.models)
+    class_pairs = ", ".join(f'("{m.__name__}", "Linearized{m.__name__}")' for m in natives.written)
+    bare = natives.models[0].__name__
     return templates.modeling.format(
         version=written(version),
         architecture=plan.architecture,
         model_type=natives.model_type,
         config=config,
-        imports=_imports([natives.config, *natives.models]),
+        imports=_imports([natives.config, *natives.written]),
         mixer_imports="\n".join(imports),
         mechanisms=", ".join(f'"{name}": {mixer}' for name, mixer in mixers.items()),
         classes="\n".join(
-            templates.model_class.format(native=m.__name__, config=config, capture=capture) for m in natives.models
+            templates.model_class.format(native=m.__name__, config=config, capture=capture)
+            + (templates.bare.format(bare=bare) if m not in natives.models else "")
+            for m in natives.written
         ),
         pairs=", ".join([f'("{natives.model_type}", "linearized_{natives.model_type}")', class_pairs]),
         class_pairs=class_pairs,

@@ -291,7 +291,8 @@ def origin_of(folder: Path, plan: Plan) -> Origin:
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in present.items()}
     origins = []
     for version, known in known_files().items():
-        rendered = set() if unread else {sha256_of(modeling(version, plan, natives, texts))}
+        kinds = () if unread else (natives, natives.without_tasks)
+        rendered = {sha256_of(modeling(version, plan, classes, texts)) for classes in kinds}
         ours = known | {MODELING_FILE: rendered}
         wrong = {name for name, value in hashes.items() if value not in ours.get(CHECKPOINT.sub("", name), ())}
         origins.append(Origin(version, sorted(wrong | unread | missing_files(texts))))
@@ -350,7 +351,7 @@ def named_code(folder: Path, natives: SourceClasses) -> Iterator[str]:
         with contextlib.suppress(*MALFORMED):
             found = json.loads(path.read_text("utf-8"))
             if path.name == "config.json":
-                named = found.get("auto_map") != auto_map(natives)
+                named = found.get("auto_map") not in (auto_map(natives), auto_map(natives.without_tasks))
             else:  # processor_config.json has those of its parts one level down
                 named = any(part.get("auto_map") for part in (found, *found.values()) if isinstance(part, dict))
             kernel = hub_kernel(found)

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 class Templates(NamedTuple):
     """What one version fills in: `modeling` with a `model_class` for each class of the source, `capture` in those whose
-    own softmax is intercepted; `module` is the file of a transformer of diffusers."""
+    own softmax is intercepted, `bare` in those that ask AutoModel for their bare model; `module` is the file of a
+    transformer of diffusers."""
 
     modeling: str
     model_class: str
     capture: str
     module: str
+    bare: str = ""
 
 
 # Config and models are one file on purpose. transformers keeps remote code by the hash of a file and what it imports,
@@ -146,7 +148,7 @@ _MODELING_0_3_0 = _MODELING_0_3_0.replace("`seam.py` gives", "`{hooks}.py` gives
 TEMPLATES = {
     "0.1.0": Templates(_MODELING_0_1_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
     "0.2.0": Templates(_MODELING_0_2_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
-    "0.3.0": Templates(_MODELING_0_3_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0),
+    "0.3.0": Templates(_MODELING_0_3_0, _MODEL_CLASS_0_1_0, _CAPTURE_0_1_0, _MODULE_0_1_0, "    bare = {bare}\n"),
 }
 
 

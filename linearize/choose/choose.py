@@ -21,8 +21,10 @@ from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
 from ..convert import Pricer
 from ..data.batches import Batch, collate
+from ..data.documents import check_enough
 from ..data.packing import Blocks, TextSource, build_blocks
 from ..errors import Exit, LinearizeError, reason_of
+from ..measure.evaluate import check_finite
 from ..measure.generate import device_memory, load_tokenizer
 from ..measure.positions import long_rows, longest_text
 from ..measure.recall import Row, Writer
@@ -90,6 +92,7 @@ class Scorer:
         self.mixture, self.units, self.advance = mixture, units or mixture.layers, advance
         self.batches = {"text": text} | ({"recall": recall} if recall else {})
         self.linear = self.kl([()])[0]
+        check_finite("the source", *self.linear.values())
 
     @torch.no_grad()
     def kl(self, sets: Sequence[Collection[Any]]) -> list[dict[str, float]]:
@@ -150,8 +153,8 @@ def choose(
     heads = isinstance(units[0], tuple)
     of = counted(len(units), "key head") if heads else f"layers {ranges([*units])}"
     scoring.say(f"choosing {count} of {of} to keep softmax by --score-by {scoring.method}, on text: {scoring.text}")
+    tokenizer = open_tokenizer(source, scoring)
     model = load_source(source, natives, plan, scoring)
-    tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
     seq_len = min(scoring.seq_len, most_tokens(model) or scoring.seq_len)
     train, text = text_batches(scoring.text, tokenizer, seq_len, model.device)
     recall, lacking = recall_batches(tokenizer, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
@@ -240,8 +243,8 @@ def choose_windows(
 def local_mixture(scoring: Scoring, plan: Plan, source: Source, natives: SourceClasses) -> tuple[Mixture, Any]:
     """The source with softmax over all tokens, or over its window in the layers that have one by `plan`; and the
     tokenizer."""
+    tokenizer = open_tokenizer(source, scoring)
     model = load_source(source, natives, plan, scoring)
-    tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
     return Mixture(model, dataclasses.replace(plan, steps=plan.local), plan.local), tokenizer
 
 
@@ -363,6 +366,14 @@ def by_method(method: Method, scorer: Scorer, count: int) -> Chosen:
     if method == "gates":
         return gates(units, count, scorer.lost_at, fits)
     return (swaps if method == "swaps" else restore)(units, count, scorer.lost, fits)
+
+
+def open_tokenizer(source: Source, scoring: Scoring) -> Any:
+    """The source's tokenizer. Raises LinearizeError (exit 2), before weights are read, for text that has no tokens to
+    predict."""
+    tokenizer = load_tokenizer(source.folder, bool(source.config.get("auto_map")))
+    check_enough(scoring.text, tokenizer)
+    return tokenizer
 
 
 def load_source(source: Source, natives: SourceClasses, plan: Plan, scoring: Scoring) -> Any:

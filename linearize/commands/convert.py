@@ -300,7 +300,7 @@ def of_scoring(method: str, text: Path | None, recipe: Any = None) -> dict[str, 
         if not text.exists():
             raise absent(text)
         check_file(text)
-        scoring["text"] = TextSource(files=(text,))
+        scoring["text"] = TextSource(files=(text,), set_key="")
     found = Scoring(**scoring)
     return choosers(found) | ({} if text is None else {"price": pricer(found)})
 

@@ -158,7 +158,7 @@ def evaluate(
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
     from ..measure.embeddings import compare_embeddings
-    from ..measure.evaluate import random_teacher_warning
+    from ..measure.evaluate import check_finite, random_teacher_warning
     from ..measure.generate import load_any, with_tokenizer
     from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
@@ -182,6 +182,7 @@ def evaluate(
             for opened, name in ((ours, student), (theirs, teacher))
         ]
         result |= compare(models[0], models[1], text, request)
+        check_finite("the student", result["student_ppl"], result["kl"])
         comparison_table(result)
         random = random_teacher_warning(result["teacher_ppl"], vocabulary_of(theirs.model))
         for warning in filter(None, (random, result["positions"]["warning"], *remarks(result))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -37,5 +38,10 @@ def logits(
         from ..logits import write_logits
 
     found = write_logits(loaded, output, top, dry_run=dry_run, say=say)
-    if as_json and not int(os.environ.get("RANK", "0")):
+    if int(os.environ.get("RANK", "0")):
+        return
+    if not dry_run:
+        own = [word for word in overrides or [] if not word.startswith("teacher.")]
+        say(f"Next: {shlex.join(['linearize', 'finetune', recipe, *own, f'teacher.logits={output}'])}")
+    if as_json:
         print_json(found)

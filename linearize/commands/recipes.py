@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,8 +56,8 @@ def cp(
     from ..recipe.schema import recipe_schema
 
     target = copy(name, to or Path(), overwrite, recipe_schema())
-    base = "" if "base" in yaml.safe_load(target.read_text("utf-8"))["model"] else " model.base=DIR"
-    say(f"wrote {target}. Next: linearize finetune {target}{base} --dry-run")
+    base = [] if "base" in yaml.safe_load(target.read_text("utf-8"))["model"] else ["model.base=DIR"]
+    say(f"wrote {target}. Next: {shlex.join(['linearize', 'finetune', str(target), *base, '--dry-run'])}")
 
 
 @recipes.command("validate")

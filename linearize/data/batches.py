@@ -33,6 +33,7 @@ from ..train.runtime import stage_steps, to_source
 from ..verify.child.inputs import make_inputs
 from .augment import Augment
 from .cache_key import digest, identity
+from .documents import check_enough
 from .images import Images, find_images, image_files
 from .logits import WithLogits
 from .masked import MaskedBlocks
@@ -243,6 +244,7 @@ def open_samples(
     for part, limit in limits(source, max_tokens):
         text, answers = to_source(part, pack.text_key, start), sft and kind == "text"
         alone = pack.rows == "texts"
+        check_enough(text, processor)
         found.append(build_blocks(text, processor, pack.seq_len, cache, sft=answers, max_tokens=limit, texts=alone))
     blocks = found[0] if len(found) == 1 else MixedBlocks(found, [share for _, share in parts_of(source)])
     return blocks if kind == "text" else MaskedBlocks(blocks, processor, seed, hide=has_head(model))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SLAB = 1 << 20  # characters per tokenizer call: feeds its threads, bounds its memory (240 bytes a token)
+SMALL, LONGEST_TOKEN = 1 << 20, 64  # bytes of a file that may hold no text, characters that may be a single token
 LOOKED_AT = 1 << 31  # characters of a source that `check_rows` reads: some 5 s, no more than hashing them takes
 
 
@@ -45,6 +46,7 @@ class TextSource:
     streaming: bool = False
     demo: Literal["train", "heldout", "packages"] | None = None
     text_key: str = "text"
+    set_key: str = "data.pack.text_key"  # which value of a recipe says the key; empty where none does
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.files, self.path, self.demo))) != 1:
@@ -76,13 +78,13 @@ class _Slab(NamedTuple):
 
 def pieces(source: TextSource, tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> Iterator[Piece]:
     """The documents of `source` in order. Without `sft` a conversation is text like any other."""
-    return _Encoder(tokenizer, source.text_key, sft).pieces(rows_of(source))
+    return _Encoder(tokenizer, source, sft).pieces(rows_of(source))
 
 
 def plain_texts(source: TextSource) -> Iterator[str]:
     """The documents of `source` in order, as text; of a conversation each message."""
     for row in rows_of(source):
-        text = _text(*row, source.text_key, False)
+        text = _text(*row, source, False)
         yield from [text] if text is not None else (message["content"] for message in _conversation(*row))
 
 
@@ -98,8 +100,8 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 class _Encoder:
     """Rows -> pieces. A text becomes what the tokenizer puts in front (bos), its tokens, and eos."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, text_key: str, sft: bool) -> None:
-        self.tokenizer, self.text_key, self.sft = tokenizer, text_key, sft
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: TextSource, sft: bool) -> None:
+        self.tokenizer, self.source, self.sft = tokenizer, source, sft
         self.eos = [end_token(tokenizer)]
         template = tokenizer.chat_template
         self.template: str | None = template.get("default") if isinstance(template, dict) else template
@@ -113,7 +115,7 @@ class _Encoder:
         batch: list[_Slab] = []
         size = 0
         for row in rows:
-            text = _text(*row, self.text_key, self.sft)
+            text = _text(*row, self.source, self.sft)
             if text is None:
                 ids, learned = self._conversation(*row)
                 yield Piece(ids, learned if self.sft else None, first=True, whole=self.sft)
@@ -163,7 +165,7 @@ class _Encoder:
                 messages, return_dict=True, return_assistant_tokens_mask=True
             )
             return chat["input_ids"], chat["assistant_masks"]
-        except (TemplateError, ArithmeticError, *MALFORMED) as error:
+        except (TemplateError, *MALFORMED) as error:
             raise LinearizeError(f"{where}: the chat template refuses this conversation: {error}") from error
 
     def _turns(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
@@ -202,8 +204,9 @@ def _slabs(text: str) -> Iterator[_Slab]:
         start = end
 
 
-def _text(where: str, fields: Mapping[str, Any], text_key: str, sft: bool) -> str | None:
+def _text(where: str, fields: Mapping[str, Any], source: TextSource, sft: bool) -> str | None:
     """The plain text of a row, or None for a conversation, which sft prefers where a row holds both."""
+    text_key = source.text_key
     given = {name for name, value in fields.items() if value is not None}
     chat = "messages" in given or {"prompt", "completion"} <= given
     if chat and (sft or text_key not in given):
@@ -211,10 +214,11 @@ def _text(where: str, fields: Mapping[str, Any], text_key: str, sft: bool) -> st
     if text_key not in given:
         strings = [name for name in given if isinstance(fields[name], str)]
         likely = nearest(text_key, strings) or (strings[0] if len(strings) == 1 else "KEY")
+        told = f"Set {source.set_key}={likely} (for data.train and data.eval alike)"
         raise LinearizeError(
             f"{where}: no {text_key!r} (nor `messages`, nor `prompt` and `completion`)."
             f"{did_you_mean(text_key, given)} Found: {', '.join(sorted(given)) or 'nothing'}. "
-            f"Set data.pack.text_key={likely} (for data.train and data.eval alike)"
+            + (told if source.set_key else f"Rename {likely} to {text_key} in the file")
         )
     return _string(where, fields, text_key)
 
@@ -256,12 +260,31 @@ def check_rows(source: TextSource, *, sft: bool) -> None:
         first = re.split(r"[\[+]", source.split)[0]  # datasets streams whole splits alone: no train[:1%], no train+test
         rows = rows_of(replace(source, streaming=True, split=first))
         with suppress(NotImplementedError):  # of files that cannot be streamed
-            _read_rows(rows if Path(source.path).is_dir() else islice(rows, 1), source.text_key, sft, LOOKED_AT)
+            _read_rows(rows if Path(source.path).is_dir() else islice(rows, 1), source, sft, LOOKED_AT)
+    check_enough(source)
     left = LOOKED_AT
     smallest_first = sorted(source.files, key=lambda file: file.stat().st_size)
     for number, file in enumerate(smallest_first):
         share = left // (len(smallest_first) - number)
-        left -= _read_rows(rows_of(replace(source, files=(file,))), source.text_key, sft, share)
+        left -= _read_rows(rows_of(replace(source, files=(file,))), source, sft, share)
+
+
+def check_enough(source: TextSource, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Raise LinearizeError (exit 2) for small files without text, or with a single token by `tokenizer`: no token is
+    left to predict."""
+    if not source.files or not all(file.is_file() and file.stat().st_size <= SMALL for file in source.files):
+        return
+    texts = list[str]()
+    for text in plain_texts(source):
+        texts += [text] if text.strip() else []
+        if sum(map(len, texts)) > LONGEST_TOKEN:
+            return
+    found = "" if texts else "no text"
+    if texts and tokenizer is not None:
+        count = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+        found = "one token of text" * (count < 2)
+    if found:
+        raise LinearizeError(f"{source} has {found}: there is nothing to train or measure on. Give a longer text")
 
 
 def check_first_rows(source: TextSource, *, sft: bool) -> None:
@@ -270,14 +293,14 @@ def check_first_rows(source: TextSource, *, sft: bool) -> None:
     for file in source.files:
         if file.suffix != ".txt":
             rows = _parquet_rows(file, 1) if file.suffix == ".parquet" else _json_rows(file)
-            _read_rows(islice(rows, 1), source.text_key, sft, 1)
+            _read_rows(islice(rows, 1), source, sft, 1)
 
 
-def _read_rows(rows: Iterable[_Row], text_key: str, sft: bool, most: int) -> int:
+def _read_rows(rows: Iterable[_Row], source: TextSource, sft: bool, most: int) -> int:
     """Read rows until they have `most` characters; returns how many they had."""
     found = 0
     for row in rows:
-        text = _text(*row, text_key, sft)
+        text = _text(*row, source, sft)
         texts = [message["content"] for message in _conversation(*row)] if text is None else [text]
         found += sum(map(len, texts))
         if found >= most:

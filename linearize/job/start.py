@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,13 @@ from ..checkpoint.source import Source
 from ..checkpoint.upgrade import plan_upgrade, upgrade
 from ..convert import UNREAD, convert, unread
 from ..data.batches import kind_of
+from ..data.documents import check_enough
 from ..measure.generate import load_tokenizer
 from ..plan.keep import is_auto
 from ..recipe.models import Scratch
 from ..train.runs import Run
 from ..verify.reload import Level
-from .checks import check, check_all, check_packages, data_hashes
+from .checks import check, check_all, check_packages, check_text, data_hashes
 from .notes import say_rounding
 from .resolve import Base
 from .source import converted_base, open_source_of, plan_base
@@ -125,7 +127,8 @@ def prepare_base(job: Job) -> None:
         if not early:
             check_all(job)
         if kind_of(job.model) != "images":
-            load_tokenizer(source.folder, job.trust)
+            enough = partial(check_enough, tokenizer=load_tokenizer(source.folder, job.trust))
+            check_text(recipe, lambda text, sft: enough(text))
         if left := unread(source):
             job.say(UNREAD.format(", ".join(left)))
         begin(job, None)

@@ -18,7 +18,7 @@ from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import check_there, collate, targets
 from ..data.cache_key import fingerprint
-from ..data.documents import TextSource
+from ..data.documents import TextSource, check_enough
 from ..data.packing import Blocks, build_blocks
 from ..errors import Exit, LinearizeError
 from ..recipe.data import DemoSource, holds_images
@@ -30,7 +30,7 @@ from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import cache_of, most_tokens
-from .evaluate import sample_count
+from .evaluate import check_finite, sample_count
 from .free_generation import beginnings, free_generation, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
@@ -119,6 +119,7 @@ def compare(
         result = measure(
             student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request, not earlier
         )
+    check_finite("the teacher", result["teacher_ppl"])
     source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
     result |= {"text": str(source), "seq_len": recipe.data.pack.seq_len}
     result |= {"positions": far(student, teacher, source, recipe, request)}
@@ -172,12 +173,15 @@ def check_eval(recipe: Recipe) -> None:
     if recipe.data.eval is None:
         raise LinearizeError(f"the recipe has no data.eval; {SET_EVAL}")
     check_there(recipe.data.eval, recipe.folder)
+    if not holds_images(recipe.data.eval):
+        check_enough(to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder))
 
 
 def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
     """The evaluation text of a recipe, packed."""
     data = recipe.data
     source = to_source(data.eval, data.pack.text_key, recipe.folder)
+    check_enough(source, tokenizer)
     return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)
 
 

@@ -15,6 +15,7 @@ from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import Batch, Samples, blank, collate, is_dense, is_numbers, real_tokens, targets
 from ..data.logits import INDICES, TARGET
+from ..errors import Exit, LinearizeError
 from ..train.chunked_head import logits_of, predictions_of, stretches
 from ..train.losses import IGNORED, cross_entropy
 from ..train.predictions import divergence
@@ -24,6 +25,17 @@ from ..train.student import Student
 SUMS = 8  # figures that an evaluation adds up, in `sums_of`
 NEAR = 0.01  # nats, and of the teacher's perplexity: a student so near before any training has little to learn
 CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as perplexity
+
+
+def check_finite(who: str, *figures: float | None) -> None:
+    """Raise LinearizeError (exit 6) where a model's figures are NaN: nothing can be compared with it, or learned from
+    it."""
+    if any(figure is not None and math.isnan(figure) for figure in figures):
+        raise LinearizeError(
+            f"{who} predicts no finite numbers on this text. Try float32; if it does the same there, its weights are "
+            "damaged: download it, or train it, again",
+            Exit.CHECK_FAILED,
+        )
 
 
 def random_teacher_warning(ppl: float, words: int) -> str:

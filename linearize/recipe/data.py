@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, Valida
 from ..demo import TEXTS
 from ..errors import did_you_mean
 from ..terminal.output import counted
-from .types import Alpha, Count, Listed, Names, Positive, Ratio, Strict, Text, as_list
+from .types import Alpha, Count, Listed, Names, Positive, Ratio, RowLength, Strict, Text, as_list
 from .yaml import shown
 
 # How names of files of text end.
@@ -196,7 +196,7 @@ def described(source: Any) -> str:
 
 
 class Pack(Strict):
-    seq_len: Count = 2048
+    seq_len: RowLength = 2048
     """Tokens in a block: the longest context that the student learns."""
     text_key: Text = "text"
     """The key, or column, that holds the text."""
@@ -241,7 +241,7 @@ class Data(Strict):
 
 
 class StagePack(Strict):
-    seq_len: Count | None = None
+    seq_len: RowLength | None = None
     """Tokens in a block; null: the recipe's."""
     text_key: Text | None = None
     """The key, or column, that holds the text; null: the recipe's."""

@@ -72,6 +72,7 @@ Names = Annotated[
     tuple[Text, ...], Field(strict=False), BeforeValidator(as_list, json_schema_input_type=str | list[str])
 ]
 Count = Annotated[int, Field(gt=0)]
+RowLength = Annotated[int, Field(ge=2)]  # the first token of a row predicts nothing
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Alpha = Annotated[float, Field(ge=0, le=100), AfterValidator(_not_tiny)]
 Weight = Annotated[float, Field(ge=0)]

@@ -36,6 +36,7 @@ from ..errors import Exit, LinearizeError, resource_error
 from ..measure.evaluate import (
     Score,
     batches,
+    check_finite,
     layer_fidelity,
     note_of_little,
     random_teacher_warning,
@@ -314,6 +315,8 @@ class Finetuner:
         stage = self.recipe.stages[0]
         with self.student.teacher() as model:
             teacher = self.evaluate(stage, teacher=model)
+        if teacher is not None:
+            check_finite("the teacher", teacher.ppl)
         converted = self.evaluate(stage)
         if teacher is not None and teacher.ppl is not None:  # of maps a teacher has no figures of its own
             self.log_evaluation("teacher", 0, 0, teacher)

@@ -32,7 +32,7 @@ from linearize.data.batches import source_hash
 from linearize.data.cache_key import identity
 from linearize.data.documents import TextSource, rows_of
 from linearize.data.packing import Blocks, MixedBlocks, build_blocks
-from linearize.errors import LinearizeError
+from linearize.errors import Exit, LinearizeError
 from linearize.job.checks import check_text
 from linearize.recipe.data import DatasetSource, FileSource, MixSource
 from linearize.recipe.recipe import load_recipe
@@ -123,6 +123,52 @@ def test_text_is_read_before_the_conversion(
     with pytest.raises(LinearizeError, match=where):
         train(make_recipe(tmp_path, source, stage("logit_kl"), convert=convert, data={"train": data}))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.jsonl", '{"text": " \\n\\t"}'), ("a.txt", "a")])
+def test_text_with_nothing_to_predict_is_refused_before_the_conversion(
+    root: Path, tmp_path: Path, split: str, name: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing, white space alone, a single token."""
+    monkeypatch.setattr("linearize.job.start.convert", lambda *given, **named: pytest.fail("converts"))
+    (tmp_path / name).write_text(content)
+    data = {"train": {"files": ["train.jsonl"]}, split: {"files": [name]}}
+    source = base(root, "llama").parent / "source"
+    with pytest.raises(LinearizeError, match=f"{name} has (no text|one token)") as refused:
+        train(make_recipe(tmp_path, source, stage("logit_kl"), convert={"mechanism": "gsa"}, data=data))
+    assert refused.value.code == Exit.USAGE
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(LinearizeError, match=f"{name} has (no text|one token)"):  # of a model that is converted
+        train(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), data=data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_row_of_one_token_is_refused_by_the_recipe(root: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, base(root, "llama"), stage("logit_kl"))
+    for value in ("data.pack.seq_len=1", "stages[0].data.pack.seq_len=1"):
+        with pytest.raises(LinearizeError, match=r"seq_len.*must be >= 2"):
+            load_recipe(recipe, [value])
+
+
+def test_a_text_to_score_by_is_read_before_weights(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linearize: Any
+) -> None:
+    """Of layers that are chosen, and of the cost of a window."""
+    monkeypatch.setattr("linearize.choose.choose.load_source", lambda *given: pytest.fail("reads weights"))
+    source = base(root, "llama").parent / "source"
+    command = ["convert", source, "--to", "gsa", "-o", tmp_path / "out", "--score-text"]
+    chosen, priced = ["--keep-softmax", "auto:1"], ["--keep-softmax", "1", "--kept-window", "8"]
+    for name, content, words in (
+        ("a.txt", "", "a.txt has no text"),
+        ("b.txt", "b", "b.txt has one token"),
+        ("c.jsonl", '{"body": "some text"}', "no 'text'"),
+    ):
+        (tmp_path / name).write_text(content)
+        for asked in (chosen, priced):
+            code, _, err = linearize(*command, tmp_path / name, *asked)
+            assert (code, words in err, "text_key" in err) == (Exit.USAGE, True, False), err
+    assert not (tmp_path / "out").exists()
 
 
 def test_rows_are_read_as_the_stage_reads_them(root: Path, tmp_path: Path) -> None:
@@ -231,7 +277,8 @@ def test_every_field_of_a_source_names_its_cache(tmp_path: Path) -> None:
         (of_a_dataset, {"streaming": True}),
         (TextSource(demo="heldout"), {"demo": "train"}),
     ]
-    assert {key for _, change in changes for key in change} == {field.name for field in dataclasses.fields(TextSource)}
+    names = {field.name for field in dataclasses.fields(TextSource)} - {"set_key"}  # which is a word for messages
+    assert {key for _, change in changes for key in change} == names
     for source, change in changes:
         assert identity(dataclasses.replace(source, **change)) != identity(source), change
 

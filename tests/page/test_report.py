@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -403,6 +404,26 @@ def test_files_of_a_run_that_say_anything(run: Path, root: Path, tmp_path: Path,
     assert not (tmp_path / "page.html").exists() or name == "report.json"
     listed = CliRunner().invoke(app, ["runs", str(tmp_path), "--json"])
     assert listed.exit_code == 0, listed.exception
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("metrics.jsonl", {"step": 0, "loss": 1.0, "tokens_per_s": 5.0}),
+        ("metrics.jsonl", {"step": 1, "loss": 10**400}),
+        ("eval.json", {"student_ppl": 3.0, "teacher_ppl": 10**400, "kl": 0.1, "top1_agreement": 0.5, "tokens": 9}),
+        ("eval.json", {"student_ppl": 3.0, "teacher_ppl": 0, "kl": 0.1, "top1_agreement": 0.5, "tokens": 9}),
+    ],
+)
+def test_numbers_that_no_run_writes(run: Path, tmp_path: Path, name: str, values: dict[str, Any]) -> None:
+    """Steps and perplexities of nothing, and integers that no float holds: told, or left out of the page."""
+    stage = json.loads((run / "run.json").read_text())["recipe"]["stages"][0]["name"]
+    (run / name).write_text(json.dumps({"stage": stage, "tokens": 9, **values}))
+    for command in (["report", str(run)], ["compare", str(run), "-o", str(tmp_path / "page.html")]):
+        result = CliRunner().invoke(app, command)
+        told = isinstance(result.exception, LinearizeError) and result.exception.code == Exit.USAGE
+        assert told or result.exit_code == 0, (command, result.exception)
+    assert CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).exit_code == 0
 
 
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:

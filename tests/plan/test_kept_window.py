@@ -125,6 +125,7 @@ def test_converted_again_it_becomes_linear_or_softmax_over_all(place: Path, tmp_
         ({"restore": "0,2"}, "leaves no linear layer in local"),
         ({"layers": "0"}, "layer 0 is linear in local already. Choose among layers 1,3"),
         ({"layers": "1", "kept_window": 9}, "--kept-window 9 is for a source, and local is converted already"),
+        ({"kept_window": 9}, "--kept-window 9 is for a source, and local is converted already"),
     ):
         with pytest.raises(LinearizeError, match=message):
             plan_conversion(folder, None, **asked)

@@ -692,7 +692,7 @@ SOURCE = st.one_of(
     optional({"path": TEXT}, {"name": TEXT, "split": TEXT, "streaming": st.booleans()}),
     optional({"demo": st.sampled_from(["train", "heldout"])}, {}),
 )
-PACK = optional({}, {"seq_len": COUNT, "text_key": TEXT})
+PACK = optional({}, {"seq_len": st.integers(2, 2**40), "text_key": TEXT})
 SCHEDULES = st.one_of(
     optional({"name": st.sampled_from(["constant", "linear", "cosine"])}, {"warmup_ratio": RATIO}),
     optional({"name": st.just("cosine_with_min_lr"), "min_lr_ratio": RATIO}, {"warmup_steps": COUNT}),

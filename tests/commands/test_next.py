@@ -1,0 +1,184 @@
+"""What messages tell people to run, run: every `Next:` that commands print, and every command that messages name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from conftest import Command
+from models import convert_folder, load, save_source
+from training import BASES, byte_tokenizer, stage, write_recipe
+
+import linearize as package
+from linearize.cli import app
+from linearize.errors import Exit
+from linearize.job.checks import check, check_packages, check_text
+from linearize.job.resolve import resolve
+
+COMMAND = re.compile(r"\blinearize ([a-z]+)((?: (?:-{1,2}[a-z][\w-]*|[A-Z][\w/:@-]*|[\w.]+=\S+))*)")
+
+
+# ---------------------------------------------------------------- Next
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with text in A.txt and B.txt, beside `a model` and a recipe that is in neither."""
+    place, work = tmp_path / "elsewhere", tmp_path / "work"
+    place.mkdir()
+    byte_tokenizer().save_pretrained(save_source(tmp_path / "a model", **BASES["llama"]))
+    data = {name: {"files": [file]} for name, file in (("train", "train.jsonl"), ("eval", "heldout.txt"))}
+    convert = {"mechanism": "gsa", "options": {"slots": 4, "chunk_size": 16}}
+    stages = [stage("logit_kl", steps=1)]
+    changes = {"convert": convert, "data": {**data, "pack": {"seq_len": 32}}, "output_dir": "runs/one"}
+    write_recipe(work, Path("../a model"), *stages, **changes)
+    for name in ("A.txt", "B.txt"):
+        (place / name).write_text((work / "heldout.txt").read_text())
+    monkeypatch.chdir(place)
+    return place
+
+
+def told(err: str) -> str:
+    """What follows the last `Next: `."""
+    return err.rpartition("Next: ")[2]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The commands in what was told, without the name of the program."""
+    lines = [words for line in text.splitlines() for words in line.split("; ") if "linearize " in words]
+    return [shlex.split(words[words.index("linearize ") :])[1:] for words in lines]
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """`finetune` refuses what it refuses, then ends: recipes that it would have trained."""
+    found = list[Any]()
+
+    def finetune(recipe: Any, **asked: Any) -> Any:
+        with resolve(recipe, resume="auto") as job:
+            check_packages(recipe)
+            check(job, job.model)
+            check_text(recipe)
+        found.append(recipe)
+        raise typer.Exit
+
+    monkeypatch.setattr("linearize.finetune.finetune", finetune)
+    return found
+
+
+@pytest.mark.parametrize("mechanism", ["gsa", "retnet", "window"])
+def test_what_follows_a_conversion(elsewhere: Path, checked: list[Any], linearize: Command, mechanism: str) -> None:
+    """With own text and less of it, as the message says to add."""
+    code, _, err = linearize("convert", "../a model", "--to", mechanism, "-o", "the result", "--verify", "none")
+    assert code == 0, err
+    (words,) = commands(told(err))
+    assert "the result" in " ".join(words)
+    added = shlex.split(" ".join(re.findall(r"'data[^']*'|[a-z_.]+=\d\S*", told(err))))
+    code, _, err = linearize(*words, *added)
+    assert code == 0, (words, added, err)
+    assert bool(checked) == (words[0] == "finetune")
+
+
+def test_what_follows_a_copy_of_a_recipe(elsewhere: Path, checked: list[Any], linearize: Command) -> None:
+    code, _, err = linearize("recipes", "cp", "gsa", "my copy.yaml")
+    assert code == 0, err
+    (words,) = commands(told(err))
+    words = [word.replace("DIR", "../a model") for word in words if word != "--dry-run"]
+    own = ["data.train={files: A.txt}", "data.eval={files: B.txt}", "data.pack.seq_len=32"]
+    code, _, err = linearize(*words, *own)
+    assert (code, len(checked)) == (0, 1), err
+
+
+@pytest.mark.slow
+def test_what_follows_logits_and_a_run(elsewhere: Path, linearize: Command) -> None:
+    """The recipe lies elsewhere, and its folders are relative to the working directory."""
+    recipe = "../work/recipe.yaml"
+    code, _, err = linearize("logits", recipe, "-o", "some logits", "--top", "8")
+    assert code == 0, err
+    (words,) = commands(told(err))
+    code, _, err = linearize(*words)
+    assert code == 0, err
+    found = commands(told(err))
+    assert [words[0] for words in found] == ["generate", "eval", "push"]
+    for words in found:
+        # The default lengths are too short for a tokenizer of bytes.
+        more = ["--lengths", "512", "--trials", "1"] if words[0] == "eval" else []
+        code, _, err = linearize(*[word.replace("USER/NAME", "user/name") for word in words], *more)
+        assert code == 0, (words, err)
+
+
+# ---------------------------------------------------------------- remedies
+
+
+@pytest.mark.slow
+def test_the_file_that_is_named_after_save_pretrained_is_the_one_to_remove(elsewhere: Path, linearize: Command) -> None:
+    folder = convert_folder(elsewhere.parent / "a model", elsewhere / "out")
+    load(folder).save_pretrained(folder)
+    checks = (["push", "out", "user/name", "--dry-run"], ["verify", "out"])
+    for words in checks:
+        code, _, err = linearize(*words)
+        assert code in (Exit.INCOMPATIBLE, Exit.CHECK_FAILED)
+        named = re.search(r"Remove (\S+),", err.rpartition("error: ")[2])
+        assert named, err
+    Path(named[1]).unlink()
+    for words in checks:
+        code, _, err = linearize(*words)
+        assert code == 0, err
+
+
+def literals(node: ast.AST) -> Iterator[str]:
+    """Each string of a module, X where it holds a value; no docstrings."""
+    documented = {
+        id(one.body[0].value)
+        for one in ast.walk(node)
+        if isinstance(one, ast.Module | ast.FunctionDef | ast.ClassDef)
+        and one.body
+        and isinstance(one.body[0], ast.Expr)
+    }
+    parts = {
+        id(part) for one in ast.walk(node) if isinstance(one, ast.JoinedStr) for part in ast.walk(one)
+    } - documented
+    for one in ast.walk(node):
+        if isinstance(one, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in one.values)
+        elif isinstance(one, ast.Constant) and isinstance(one.value, str) and id(one) not in parts | documented:
+            yield one.value
+
+
+def remedies() -> list[str]:
+    """What messages, help texts and cards tell people to run."""
+    found = set[str]()
+    for path in Path(package.__file__).parent.rglob("*.py"):
+        for text in literals(ast.parse(path.read_text("utf-8"))):
+            found |= {match[0] for match in COMMAND.finditer(text)}
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, set[str]]:
+    """Options of each command; of a group those of all in it."""
+    group: Any = typer.main.get_command(app)
+    flags = {}
+    for name, command in group.commands.items():
+        parts = [command, *getattr(command, "commands", {}).values()]
+        flags[name] = {
+            flag for part in parts for option in part.params for flag in (*option.opts, *option.secondary_opts)
+        }
+    return flags
+
+
+def test_commands_that_messages_name_exist(known: dict[str, set[str]]) -> None:
+    """With the options that they name."""
+    found = [(remedy, *remedy.split()[1:]) for remedy in remedies()]
+    assert len({name for _, name, *_ in found if name in known}) > 12
+    wrong = []
+    for remedy, name, *words in found:  # a sentence may go on after the name: linearize writes, converts, did not
+        flags = [word.rstrip(":'\")") for word in words if word.startswith("-")]
+        wrong += [remedy for flag in flags if flag not in known.get(name, ())]
+    assert not wrong, wrong
