@@ -132,7 +132,7 @@ def test_images_are_counted_as_images_and_accuracy_comes_first(place: Path, line
 
     run = place / "run-vit"
     card = (run / "final" / "README.md").read_text()
-    assert "| | training images | held-out images | accuracy | perplexity | x teacher | KL, nats an image |" in card
+    assert "|  | training images | held-out images | accuracy | perplexity | x teacher | KL, nats an image |" in card
     assert "| logit_kl | 12 | 24 | " in card
     page = (run / "report.html").read_text()
     words = re.sub("<[^>]+>", " ", page)

@@ -141,7 +141,7 @@ def test_a_map_is_learned_from_the_teacher_and_compared_with_its_own(
     assert 0.5 < agreement[2] <= 1 if name in CLASSES else agreement == [None] * 3
     heading = "same class" if name in CLASSES else "relative squared error"
     card = (tmp_path / "run" / "final" / "README.md").read_text()
-    assert f"| | training images | held-out images | {heading} |" in card
+    assert f"|  | training images | held-out images | {heading} |" in card
     page = re.sub("<[^>]+>", " ", (tmp_path / "run" / "report.html").read_text())
     assert ("same class as the teacher" in page) == (name in CLASSES)
     assert ("relative to the teacher" in page) == (name in NUMBERS)

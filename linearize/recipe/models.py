@@ -353,7 +353,7 @@ def check_weights(given: dict[str, Any], names: list[str]) -> None:
         raise ParentError(f"{' and '.join(names)} are all 0: nothing to learn from")
 
 
-class LogitLoss(TermWeights):
+class LogitLoss(TermWeights, use_attribute_docstrings=True):
     temperature: Temperature = 1.0
     """Divides the logits of both before the divergence."""
     chunk_size: Count | None = Field(default=None, validate_default=True)
@@ -400,7 +400,7 @@ class OnPolicyKL(Stage):
         return {"kl": 1.0}
 
 
-class FeatureLoss(FeatureWeights):
+class FeatureLoss(FeatureWeights, use_attribute_docstrings=True):
     pooling: Literal["mean", "first"] = Field(default="mean", validate_default=True)
     """How one vector is made of a row's last hidden states, for `embedding` and `similarity`: their mean, or the first
     one, a class token."""

@@ -92,10 +92,10 @@ def compiled(name: str, capability: int, shared: int, D: int) -> Any:
     kernel = getattr(gdn_triton, f"{what}_kernel", None) or getattr(gdn_triton_bwd, f"{what}_kernel")
     c = choose((capability // 10, capability % 10), shared, 132, D, D, torch.bfloat16)
     how = getattr(c, "join" if what == "join" else name)
-    values = {"G": 1, "D": D, "DV": D, "C": c.chunk, "LEVELS": (c.chunk // 8).bit_length() - 1, "BD": c.block_d}
+    values = {"G": 1, "D": D, "DV": D, "C": c.chunk_size, "LEVELS": (c.chunk_size // 8).bit_length() - 1}
     values |= {"BK": how.columns, "BV": c.block_dv if name == "key" else how.columns, "PREC": c.precision}
     values |= dict.fromkeys(("VARLEN", "SEGMENTS", "READ", "WRITE", "START", "LAST"), False)
-    values |= {"BITS": c.bits, "REVERSE": name == "turned"}
+    values |= {"BD": c.block_d, "BITS": c.bits, "REVERSE": name == "turned"}
     absent = ["p_seg", "p_chunks", "p_rows", "p_cu", "p_gate", "p_read", "p_write", "p_S0", "p_S1", "p_dS1", "p_dS0"]
     if name in ("sums", "back_sums"):
         absent += ["p_S", "p_dS", "p_e", "p_e_low", "p_dx", "p_dx_low"]
@@ -139,7 +139,7 @@ def test_rows_are_cut_where_heads_are_few() -> None:
 def test_sizes_that_do_not_fit_are_told() -> None:
     from linearize_kernels.gdn.launch import safe
 
-    assert safe(48 * 1024, 64, 64, torch.bfloat16).chunk == 32
+    assert safe(48 * 1024, 64, 64, torch.bfloat16).chunk_size == 32
     with pytest.raises(ValueError, match=r"256.*128.*16384"):
         safe(16 * 1024, 256, 128, torch.float32)
 

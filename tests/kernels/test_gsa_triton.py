@@ -115,8 +115,8 @@ def compiled(name: str, capability: int, **overrides: Any) -> Any:
 
 def overrides_for(config: Any, M: int, D: int) -> dict[str, Any]:
     return {
-        "C": config.chunk,
-        "LEVELS": config.chunk.bit_length() - 1,
+        "C": config.chunk_size,
+        "LEVELS": config.chunk_size.bit_length() - 1,
         "M": M,
         "D": D,
         "DV": D,
@@ -154,7 +154,7 @@ def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int, D: int) -> No
     from linearize_kernels.gsa.config import choose
 
     config = choose((9, 0), 227 * 1024, M, D, D, torch.bfloat16)
-    config = config._replace(chunk_size=config.sweep_chunk_size or config.chunk)
+    config = config._replace(chunk_size=config.sweep_chunk_size or config.chunk_size)
     part, warps, stages = config.sweep[("read", "mix", "keys", "gates").index(name)]
     size = M if name in ("read", "gates") else D
     constants = overrides_for(config, M, D) | {
@@ -198,7 +198,7 @@ def test_every_size_has_a_configuration_or_says_why_not() -> None:
                         assert "shared memory" in str(error)  # noqa: PT017
                         assert shared <= 164 or dtype == torch.float32
                     else:
-                        assert config.chunk in (16, 32, 64)
+                        assert config.chunk_size in (16, 32, 64)
 
 
 CHUNKED = ["states_kernel", "output_kernel", "logits_kernel", "query_kernel", "writes_kernel", "key_kernel"]

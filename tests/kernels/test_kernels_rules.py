@@ -282,7 +282,6 @@ def test_an_import_of_an_absent_package_is_seen(tmp_path: Path, package: str) ->
 WITHOUT_TRITON = """
 import sys; sys.modules["triton"] = None
 import torch
-from conftest import holds
 from linearize_kernels.gla import gla
 from linearize_kernels.gsa import gsa
 from linearize_kernels.la import la

@@ -205,8 +205,8 @@ def constants(config: Any, tiles: Any, D: int, **changes: bool) -> dict[str, Any
         "BDV": D,
         "BX": min(config.scan_rows, D),
         "BZ": min(tiles.block, D),
-        "C": tiles.chunk,
-        "K": min(tiles.chunk, config.keys),
+        "C": tiles.chunk_size,
+        "K": min(tiles.chunk_size, config.keys),
         "R": 16,
         "G": 1,
         "GUARD": 1e-6,
@@ -245,9 +245,9 @@ def test_chunks_fill_the_stretches_of_every_configuration() -> None:
     for capability, D, dtype, normalised in [*SHIPPED, ((8, 0), 256, torch.float32, True)]:
         config = choose(capability, 227 * 1024, 132, D, D, dtype, normalised)
         for tiles in (config.out, config.gradients):
-            assert config.stretch % tiles.chunk == 0
-            assert tiles.chunk % min(tiles.chunk, config.keys) == 0
-        assert config.stretch % config.scan.chunk == 0
+            assert config.stretch % tiles.chunk_size == 0
+            assert tiles.chunk_size % min(tiles.chunk_size, config.keys) == 0
+        assert config.stretch % config.scan.chunk_size == 0
 
 
 @pytest.mark.parametrize("name", TILES)

@@ -90,7 +90,7 @@ def compiled(name: str, capability: int, config: Any, D: int, phi: str, norm: st
 
     tiles = getattr(config, name.removesuffix("_kernel"))
     values = {"PHI": phi, "NORM": norm, "LOCAL": True, "PADDED": False, "D": D, "DV": D, "BD": width(D)}
-    values |= {"BV": width(D), "W": state_width(D, D, phi, norm), "C": tiles.chunk, "HALF": True}
+    values |= {"BV": width(D), "W": state_width(D, D, phi, norm), "C": tiles.chunk_size, "HALF": True}
     values |= {"BACK": False, "GUARD": GUARD, "FINE": norm == "head", "PREC": config.precision, "STAGES": tiles.stages}
     values |= {"p_real": None}
     half = ("q", "k", "v", "kg", "vg", "og", "local", "o", "do", "dq", "dk", "dv", "dkg", "dvg", "dog", "dlocal")

@@ -501,7 +501,7 @@ def test_text_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> None
 
 
 def test_keys_must_be_text(tmp_path: Path) -> None:
-    assert holds(errors(tmp_path, MINIMAL + "[1, 2]: 3\n"), "r.yaml:16:1")
+    assert holds("\n".join(errors(tmp_path, MINIMAL + "[1, 2]: 3\n")), "r.yaml:16:1")
     (line,) = errors(tmp_path, MINIMAL + "'odd key': 3\n")
     assert line.startswith("r.yaml:16:1 ['odd key']: unknown key. Known: version, name, seed, ")
 

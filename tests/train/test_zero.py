@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_processes import FINETUNE, STEPS, assert_same_run, launch, model, one, recipe_in  # noqa: F401 (fixtures)
+from test_processes import FINETUNE, STEPS, assert_same_run, model, one, recipe_in  # noqa: F401 (fixtures)
 from training import AT, base, make_recipe, metrics, stage, train, write_recipe
 
 from linearize.errors import Exit, LinearizeError
@@ -28,6 +31,13 @@ def save(self, *rest):
     plain(self, *rest)
 Finetuner.save = save
 """
+
+
+def launch(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Two processes of a script or a module, as a launcher of torch starts them; accelerate's sets the same."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += map(str, arguments)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
 
 
 @needs_deepspeed
