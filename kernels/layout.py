@@ -44,8 +44,8 @@ made_of: Any = WeakTensorKeyDictionary()
 def once(tensor: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
     """What `make` gives, made once while `tensor` lives unchanged: all layers of a pass see the same documents.
 
-    It must follow from `tensor` and `key` alone, hold no reference to `tensor`, and be changed by nobody. None, graphs
-    that are being recorded and tensors that do not tell when they change make it anew. A tensor with a dict `memo` keeps
+    It must follow from `tensor` and `key` alone, hold no reference to `tensor`, and be changed by nobody. Nothing is kept
+    for None, while a graph is recorded, and of tensors that do not tell when they change. A tensor with a dict `memo` keeps
     there what was made: a server's promise that it stays, and that all layers of a step call with it after the same
     number of tokens.
     """
@@ -373,11 +373,11 @@ def is_own_mask(mask: Any) -> bool:
 
 
 def check_direction(site: Any, mask: Any, T: int, seen: int | None, causal: bool) -> None:
-    """Raise ValueError where a 4D mask of transformers' makes T > 1 new tokens see otherwise than the linear layer of
-    `site` does: later ones in a causal layer; in a bidirectional one, a token that is not seen by one that it sees.
+    """Raise ValueError where a 4D mask of transformers' differs for T > 1 new tokens from what the linear layer of `site`
+    sees: later ones in a causal layer; in a bidirectional one, a token that is not seen by one that it sees.
 
-    `of_transformers` of a mask says how it was asked for. Where it says neither the layer's direction, nor anything, as
-    on another device and in compiled graphs, the mask itself is read; a compiled graph asserts it.
+    `of_transformers` of a mask says how it was asked for. Where that is missing or another direction than the layer's,
+    as on another device and in compiled graphs, the mask itself is read; a compiled graph asserts it.
     """
     asked = getattr(mask, "of_transformers", "mixed")
     if not isinstance(mask, Tensor) or mask.ndim != 4 or T == 1 or asked == ("causal" if causal else "bidirectional"):

@@ -13,13 +13,14 @@ import typing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layout import TokenLayout, once
+from .layout import TokenLayout, once, part_of
 from .layers.norm import HeadNorm
 from .layers.pool import check_pool, on_rows
 
@@ -281,14 +282,10 @@ class Mixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
     ) -> tuple[Tensor, Tensor | None, Any]:
         """What the mechanism computes, its normaliser where it has one, and its state."""
-        rows = layout.rows
-        if rows is not None and not self.pools:
-
-            def copied(state: Any, padding: Tensor) -> tuple[Tensor, Tensor | None, Any]:
-                return self._far(q, k, v, x, layout._replace(padding=padding, rows=None), state)
-
-            o, mass, state = on_rows(copied, state, rows, layout.padding, q.shape[1])
-            return o, mass, state
+        if not self.pools and (layout.rows is not None or layout.cu_seqlens is not None):
+            inputs, beside = self.project(q, k, v, x, layout)
+            outputs, state = self._scanned(inputs, layout, state)
+            return *self.finish(outputs, beside, layout), state
         if self.normalised:
             return self.mix_with_mass(q, k, v, x, layout, state)
         o, state = self.mix(q, k, v, x, layout, state)
@@ -361,9 +358,19 @@ class Mixer(nn.Module):
         return self.near.blended(o, mass, *outputs[-2:], beside[-1], layout.plain)
 
     def _scanned(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """`scan`, also of mechanisms that update no pool in place."""
-        if layout.rows is None or self.pools:
+        """`scan`, also of mechanisms that update no pool in place, and know no more than one sequence a row."""
+        cu = layout.cu_seqlens
+        if self.pools or (layout.rows is None and cu is None):
             return self.scan(inputs, layout, state)
+        if cu is not None:
+            found = []
+            for n, (start, end) in enumerate(pairwise(cu.tolist())):
+                own = None if state is None else type(state)(*(y[n : n + 1] for y in state))
+                alone = part_of(layout._replace(cu_seqlens=None), start, end)
+                found.append(self.scan(tuple(None if y is None else y[:, start:end] for y in inputs), alone, own))
+            parts, states = zip(*found, strict=True)
+            outputs = tuple(torch.cat(y, 1) for y in zip(*parts, strict=True))
+            return outputs, type(states[0])(*(torch.cat(y) for y in zip(*states, strict=True)))
 
         def copied(state: Any, padding: Tensor) -> tuple[tuple[Tensor, ...], Any]:
             return self.scan(inputs, layout._replace(padding=padding, rows=None), state)

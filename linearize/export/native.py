@@ -34,7 +34,7 @@ SHARD = 5 * 10**9
 
 
 class Format(NamedTuple):
-    """A format: the model types of the sources that it holds, and the functions of its file."""
+    """A format: the model types of the sources that it can represent, and the functions of its file."""
 
     name: str
     sources: tuple[str, ...]
@@ -73,7 +73,8 @@ def export_native(
     `gguf` or `gguf-q8_0` in one file, of the format that `auto` takes.
 
     Raises LinearizeError: 2 for an unknown format and where `output` is in the way, 3 for a model that the format does
-    not hold, naming what is not exact, 4 for disk, memory and packages, 5 for the Hub, 6 where it computes others.
+    not hold, naming what is not exact, 4 for disk, memory and packages, 5 for the Hub, 6 if the
+    logits differ.
     """
     if form not in CHOICES:
         raise LinearizeError(f"--as {form}: choose {', '.join(CHOICES)}.{did_you_mean(form, CHOICES)}")

@@ -174,7 +174,7 @@ def resolve(
     gpu: str | None = None,
     say: Say = print,
 ) -> Iterator[Job]:
-    """Within: the Job of a recipe, which a random model's config lies on the disk for. With `resume`, as `finetune`
+    """The Job of a recipe; a random model's config is on the disk while this is open. With `resume`, as `finetune`
     takes it, it goes on with the run in its folder, as that began. Of several processes the first one speaks.
 
     Raises LinearizeError (exit 2) for a stage that there is none of, folders that overlap, and as `Run` does.

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Term(NamedTuple):
-    """One term, from the mean over a step of which comes its share of the loss."""
+    """One term of a loss: it is averaged over a step, and multiplied by its weight."""
 
     value: Callable[[Compared], Tensor]
     """A scalar with a gradient."""
     weight: float
-    """Its factor unless the recipe gives another: in `feature_cosine` of a term of features, else in `logit_kl`."""
+    """Its factor unless the recipe gives another. `feature_cosine` has the terms of features, `logit_kl` the others."""
     teacher: Literal["logits", "features"] | None
     """What it compares with; None for what is learned from the data."""
     about: str

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton_tools import interpreted
 
-from linearize.plan.mechanisms import build_mixer, resolve_options
+from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize.serve.states import StateLayout, tensors_of
 from linearize_kernels.hf.cache import map_state
 from linearize_kernels.layers.conv import short_conv
@@ -101,9 +101,27 @@ def same_states(found: Any, expected: list[Any], tolerance: float) -> None:
             close(x[i : i + 1], y, tolerance)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_sequences_laid_end_to_end_are_separate_calls(case: str) -> None:
+def test_every_causal_mechanism_is_here() -> None:
+    assert {name for name, _ in CASES.values()} == {n for n in mechanism_names() if load_mechanism(n).causal}
+
+
+# A state that is no NamedTuple of tensors is a mechanism's own business.
+ALONE = [(case, alone) for case in CASES for alone in (False, True) if (case, alone) != ("gsa without decay", True)]
+
+
+@pytest.mark.parametrize(("case", "alone"), ALONE)
+def test_sequences_laid_end_to_end_are_separate_calls(case: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a mechanism that knows no more than one sequence a row."""
     dtype, mixer = torch.float64, made(case)
+    if alone:
+        scan = mixer.scan
+
+        def one_sequence(inputs: Any, layout: TokenLayout, state: Any) -> Any:
+            assert layout.cu_seqlens is None
+            return scan(inputs, layout, state)
+
+        monkeypatch.setattr(mixer, "scan", one_sequence)
+        monkeypatch.setattr(type(mixer), "pools", False)
     with torch.no_grad():
         states, rows = before(mixer, dtype), tokens(sum(NEW), dtype)
         cu = [0, *torch.tensor(NEW).cumsum(0).tolist()]
