@@ -359,10 +359,15 @@ class Mixer(nn.Module):
 
     def _scanned(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
         """`scan`, also of mechanisms that update no pool in place, and know no more than one sequence a row."""
-        cu = layout.cu_seqlens
-        if self.pools or (layout.rows is None and cu is None):
-            return self.scan(inputs, layout, state)
-        if cu is not None:
+        rows, cu = layout.rows, layout.cu_seqlens
+        if rows is not None and not self.pools:
+
+            def copied(state: Any, padding: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+                return self.scan(inputs, layout._replace(padding=padding, rows=None), state)
+
+            outputs, state = on_rows(copied, state, rows, layout.padding, inputs[0].shape[1])
+            return outputs, state
+        if cu is not None and not self.pools:
             found = []
             for n, (start, end) in enumerate(pairwise(cu.tolist())):
                 own = None if state is None else type(state)(*(y[n : n + 1] for y in state))
@@ -371,12 +376,7 @@ class Mixer(nn.Module):
             parts, states = zip(*found, strict=True)
             outputs = tuple(torch.cat(y, 1) for y in zip(*parts, strict=True))
             return outputs, type(states[0])(*(torch.cat(y) for y in zip(*states, strict=True)))
-
-        def copied(state: Any, padding: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-            return self.scan(inputs, layout._replace(padding=padding, rows=None), state)
-
-        outputs, state = on_rows(copied, state, layout.rows, layout.padding, inputs[0].shape[1])
-        return outputs, state
+        return self.scan(inputs, layout, state)
 
     @classmethod
     def obstacle(cls, site: AttentionSite) -> str | None:

@@ -98,14 +98,15 @@ class Recurrent(Mixer):
                 return inputs, tails
             sequences = inputs[0].shape[0] if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
             return inputs, [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in inputs]
-        pooled = layout.rows is not None and tails[0] is not None
-        held = [take(tail, layout.rows) for tail in tails] if pooled else tails
+        rows = None if tails[0] is None else layout.rows
+        held = tails if rows is None else [take(tail, rows) for tail in tails]
         taps, places = (self.query_taps, self.key_taps, self.value_taps), (layout.padding, layout.segments)
         made = [self.short_conv(*each, *places, layout.cu_seqlens) for each in zip(inputs, taps, held, strict=True)]
         (q, k, v), ends = zip(*made, strict=True)
-        if pooled:
-            put(tails, layout.rows, ends)
-        return (q, k, v), tails if pooled else ends
+        if rows is None:
+            return (q, k, v), ends
+        put(tails, rows, ends)
+        return (q, k, v), tails
 
     def recur(
         self, op: Callable[..., tuple[Tensor, Any]], layout: TokenLayout, state: Any, *inputs: Any, **gates: Any
