@@ -205,6 +205,12 @@ def test_what_cannot_be_raced_is_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_among_the_values_is_told_where_it_goes(linearize: Command) -> None:
+    code, _, err = linearize("race", "gsa", "model.base=some/model")
+    assert code == Exit.USAGE
+    assert "linearize race some/model --recipe gsa" in err
+
+
 def test_a_race_runs_in_one_process(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LinearizeError, match="without a launcher"):
