@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -72,6 +73,22 @@ def near_path(path: Path, pattern: str = "*") -> str:
     names = {other.name for other in path.parent.glob(pattern)} - {path.name}  # itself: a link to nothing
     near = nearest(path.name, sorted(names))
     return f" Did you mean {str(path.with_name(near))!r}?" if near else ""
+
+
+def quoted(word: object) -> str:
+    """A path or a name within a command that a message names: as a shell takes it."""
+    return shlex.quote(str(word))
+
+
+def in_repository(name: str) -> str:
+    """What to do about `user/repo/folder`, a model below the top of a repository, else an empty string: transformers
+    looks for the code of a model at the top, with `subfolder`, too."""
+    user, _, rest = name.partition("/")
+    repo, _, inner = rest.partition("/")
+    if not inner or user in ("", "~") or os.path.exists(user):  # a path here that was mistyped
+        return ""
+    fetched = f"hf download {user}/{repo} --include '{inner}/*' --local-dir DIR"
+    return f" On the Hub a model stands at the top of its repository: {fetched}, then give DIR/{inner}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

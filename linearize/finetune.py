@@ -16,7 +16,7 @@ import torch
 from .checkpoint.atomic import write_result
 from .checkpoint.manifest import read_plan
 from .checkpoint.provenance import check_code_cache
-from .errors import Exit, LinearizeError, os_error
+from .errors import Exit, LinearizeError, os_error, quoted
 from .hub.push import check_access, push_saved
 from .job.checks import check_order
 from .job.notes import not_held_out, resume_note
@@ -48,6 +48,7 @@ def finetune(
             job.say(f"{run.final} is finished already; `--resume never` would start over")
             return run.read_report()
         check_order(job.recipe, run, only)
+        job.say = run.noted(job.say)
         job.resolve_auto()
         return train(job)
 
@@ -140,5 +141,5 @@ def failed_check(tuner: Finetuner) -> Iterator[None]:
     except LinearizeError as error:
         if error.code != Exit.CHECK_FAILED:
             raise
-        then = f"--resume {tuner.last_checkpoint} with finish.verify=false saves the model all the same"
+        then = f"--resume {quoted(tuner.last_checkpoint)} with finish.verify=false saves the model all the same"
         raise LinearizeError(f"{error.message}. The training is kept: {then}", error.code) from error

@@ -22,7 +22,7 @@ from linearize_kernels.hf.attention_hooks import TRAINED
 from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
-from ..errors import MALFORMED, Exit, LinearizeError, reason_of, resource_error
+from ..errors import MALFORMED, Exit, LinearizeError, quoted, reason_of, resource_error
 from ..plan.mechanisms import build_mixer, check_name, mechanism_names, present_options, renamed_options
 from ..plan.plan import Plan, some
 from ..probe.probe import model_class_of
@@ -326,7 +326,7 @@ def outdated(folder: Path, plan: Plan, origin: Origin | None = None) -> str:
         return ""
     return (
         f"the code of linearize {version} in {folder} cannot decode with transformers {transformers.__version__}, "
-        f"which renamed the cache in 5.24. Run linearize upgrade {folder}, or install 'transformers<5.24'"
+        f"which renamed the cache in 5.24. Run linearize upgrade {quoted(folder)}, or install 'transformers<5.24'"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,6 +122,12 @@ def evaluate(
         chosen = [f"runtime.device={device}"] if device != "auto" else []
         _evaluate_latents(student, [*chosen, *(overrides or [])], recipe, trust_remote_code, output, as_json)
         return
+    told = list[str]()  # what whoever reads the result later should know, too
+
+    def tell(text: str) -> None:
+        say(text)
+        told.append(text)
+
     if tasks:
         reason = "with --tasks, lm-evaluation-harness measures alone"
         _refuse(given, OF_TEXT, reason)
@@ -132,8 +139,9 @@ def evaluate(
 
         teacher = teacher or (heldout_of(run, _plan_of(student))[1] if of_run else "")
         if teacher:
-            _note_converted(teacher)
+            _note_converted(teacher, tell)
         result = run_tasks(student, teacher, find_tasks(tasks, batch_tokens, limit, few_shot), **options)
+        result["notes"] = told
         tasks_table(result)
         _write(result, output, as_json)
         return
@@ -169,12 +177,12 @@ def evaluate(
         home = Path(student).parent
         there = Path(student).name == "final" and (home / "run.json").is_file()
         say(NO_RECIPE + (f". For the text of its own run: --recipe {shlex.quote(str(home))}" if there else ""))
-    _note_converted(teacher)
+    _note_converted(teacher, tell)
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
     if not mixers_of(ours.model):
         itself = ", and is compared with itself" if Path(student).resolve() == Path(teacher).resolve() else ""
-        say(f"note: {student} has no converted layer{itself}")
+        tell(f"note: {student} has no converted layer{itself}")
     result = {"student": student, "teacher": teacher, "seed": seed}
     if writes_text(ours.model):
         models = [
@@ -185,16 +193,19 @@ def evaluate(
         check_finite("the student", result["student_ppl"], result["kl"])
         comparison_table(result)
         random = random_teacher_warning(result["teacher_ppl"], vocabulary_of(theirs.model))
-        for warning in filter(None, (random, result["positions"]["warning"], *remarks(result))):
+        if random:
+            tell(random)
+        for warning in filter(None, (result["positions"]["warning"], *remarks(result))):
             say(warning)
     else:
         _refuse(given, OF_TEXT, f"a {type(ours.model).__name__} writes no text")
         if has_head(ours.model) or has_head(theirs.model):
-            result |= compare_answers(ours, theirs, text, batch_tokens, say)
+            result |= compare_answers(ours, theirs, text, batch_tokens, tell)
             answers_table(result)
         else:
             result |= compare_embeddings(ours, theirs, text, batch_tokens)
             embeddings_table(result)
+    result["notes"] = told
     _write(result, output, as_json)
     if of_run and output is None:
         say(f"not saved: with -o {shlex.quote(str(run / EVAL))} it is for linearize report and compare, too")
@@ -210,8 +221,8 @@ def _plan_of(student: str) -> Plan | None:
     return None
 
 
-def _note_converted(teacher: str) -> None:
-    """Say so where the teacher is a converted model itself: figures beside it are not those beside its softmax."""
+def _note_converted(teacher: str, tell: Callable[[str], None]) -> None:
+    """Tell so where the teacher is a converted model itself: figures beside it are not those beside its softmax."""
     from ..checkpoint.manifest import is_linearized, plan_in
     from ..checkpoint.source import open_source
     from ..page.report import mechanisms
@@ -219,7 +230,7 @@ def _note_converted(teacher: str) -> None:
     folder = open_source(teacher, None).folder
     if is_linearized(folder):
         made = mechanisms(plan_in(folder)).lower()
-        say(f"note: --teacher {teacher} is itself converted ({made}); figures are beside that, not beside softmax")
+        tell(f"note: --teacher {teacher} is itself converted ({made}); figures are beside that, not beside softmax")
 
 
 def _write(result: dict[str, Any], output: Path | None, as_json: bool) -> None:

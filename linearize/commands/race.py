@@ -51,9 +51,13 @@ def race(
     conversion and ours. Ends with one table and one page; the same command goes on after a stop."""
     with starting():
         from ..demo.tour import SETTINGS
+        from ..errors import LinearizeError, quoted
         from ..measure.compare import EvalRequest, parse_lengths
         from ..recipe.recipe import load_recipe
 
+    if base := next((one for one in overrides or [] if one.startswith("model.base=")), None):
+        other = f"linearize race {quoted(base.partition('=')[2])} --recipe {quoted(recipe or model)}"
+        raise LinearizeError(f"{base}: a race takes its model as the first word: {other}")
     ours = () if recipe else (*SETTINGS, *FEW)
     given = [*ours, *(overrides or []), f"model.base={json.dumps(model)}"]
     common = load_recipe(recipe or USUAL, given)

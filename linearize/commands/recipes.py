@@ -90,7 +90,8 @@ def validate(
             mistakes[file] = []
             if later:
                 left[file] = (
-                    f", apart from model.base. Give it on the command line: linearize finetune {file} {later[0]}"
+                    ", apart from model.base. Give it on the command line: "
+                    f"linearize finetune {shlex.quote(file)} {later[0]}"
                 )
         except LinearizeError as error:
             mistakes[file] = error.message.splitlines()

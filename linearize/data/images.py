@@ -27,6 +27,7 @@ from .packing import hashed_generator
 
 SHOWN = 16  # classes of a line of text
 HIDDEN = 0.6  # of an image's patches, where a model predicts those that it does not see (SimMIM, arXiv 2111.09886)
+WIDE = ("I", "F")  # PIL's modes of 16 and 32 bits a value
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -138,20 +139,22 @@ def is_pixels(image: Any) -> bool:
 
 def as_picture(image: Any, where: str) -> Any:
     """A PIL image in RGB, from one, a path, or a uint8 array [height,width] or [height,width,1 or 3]."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim not in (2, 3):
             raise LinearizeError(f"{where}: {image.dtype} {image.shape} is no picture; give uint8 [height,width,3]")
         image = Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)
-    elif isinstance(image, Path):
-        try:
-            image = Image.open(image)
-        except (UnidentifiedImageError, OSError) as error:
-            raise LinearizeError(f"cannot read the image {image}: {error}") from error
-    if not isinstance(image, Image.Image):
+    elif not isinstance(image, Path | Image.Image):
         raise LinearizeError(f"{where}: {type(image).__name__} is no image")
-    return image.convert("RGB")
+    named = image if isinstance(image, Path) else where
+    try:
+        opened = Image.open(image) if isinstance(image, Path) else image
+        if opened.mode.startswith(WIDE):  # which PIL would cut off at 255
+            raise ValueError(f"a value has more than 8 bits (mode {opened.mode}). Save it as 8-bit grey or RGB")
+        return opened.convert("RGB")  # which decodes it
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise LinearizeError(f"cannot read the image {named}: {error}") from error
 
 
 def class_numbers(found: Labelled, config: Any) -> tuple[list[int], str]:

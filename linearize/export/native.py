@@ -22,7 +22,7 @@ from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import behind, check_code, open_config
 from ..checkpoint.source import open_source
 from ..convert import separate
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import Exit, LinearizeError, did_you_mean, quoted
 from ..train.save import load_converted
 from ..verify.tolerances import NATIVE
 from . import granitemoehybrid, qwen3_5, to_gguf
@@ -87,7 +87,7 @@ def export_native(
     plan = check_code(source.folder, trust_remote_code)
     version = behind(source.folder, plan)
     if version is not None:
-        way = f"Bring it to this version first: linearize upgrade {model}"
+        way = f"Bring it to this version first: linearize upgrade {quoted(model)}"
         raise LinearizeError(f"{model} has the code of linearize {version}. {way}", Exit.INCOMPATIBLE)
     config = open_config(source.folder)
     chosen = choose("auto" if form in to_gguf.FORMS else form, config, model)

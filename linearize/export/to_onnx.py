@@ -22,7 +22,7 @@ from ..checkpoint.manifest import is_linearized, plan_of_resaved
 from ..checkpoint.provenance import behind, check_code, open_config
 from ..checkpoint.source import open_source
 from ..convert import separate
-from ..errors import Exit, LinearizeError, os_error, reason_of
+from ..errors import Exit, LinearizeError, os_error, quoted, reason_of
 from ..probe.trace import quiet
 from ..train.save import load_converted
 from ..verify.child.inputs import proof_length
@@ -62,7 +62,7 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
     plan = check_code(source.folder, trust_remote_code)
     version = behind(source.folder, plan)
     if version is not None:
-        way = f"Bring it to this version first: linearize upgrade {model}"
+        way = f"Bring it to this version first: linearize upgrade {quoted(model)}"
         if plan_of_resaved(source.folder):
             way = "transformers saved it without linearize.json: linearize finetune and push write it in this version"
         message = f"{model} has the code of linearize {version}. {way}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import SECRET, Exit, LinearizeError
+from ..errors import SECRET, Exit, LinearizeError, quoted
 from ..plan.plan import Plan
 from ..terminal.output import counted, size
 from ..terminal.progress import progress
@@ -144,7 +144,8 @@ def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, 
     if result["limit"] is not None:
         wrong = f"it has {result['limit']} rows of each task, and a card is about all. Leave out --limit"
     elif result["model"] != identity(folder):
-        wrong = f"other weights than those in {folder} were measured. Measure again: linearize eval {folder} --tasks .."
+        again = f"linearize eval {quoted(folder)} --tasks .."
+        wrong = f"other weights than those in {folder} were measured. Measure again: {again}"
     if wrong and path is not None:
         raise LinearizeError(f"{named}: {wrong}")
     return (None, f"{named} is not in the card: {wrong}") if wrong else (result, "")
@@ -294,5 +295,5 @@ def push_saved(
             say(f"note: {note}")
         return push(upload, say)
     except LinearizeError as error:
-        again = f"{error.message}. The model is in {folder}; push it later: linearize push {folder} {repo}"
+        again = f"{error.message}. The model is in {folder}; push it later: linearize push {quoted(folder)} {repo}"
         raise LinearizeError(again, error.code) from error

@@ -26,7 +26,7 @@ from ..checkpoint.provenance import check_code
 from ..checkpoint.source import open_source
 from ..convert import load_config
 from ..data.documents import cache_alone
-from ..errors import Exit, LinearizeError, absent, did_you_mean, reason_of, resource_error, undamaged
+from ..errors import Exit, LinearizeError, absent, did_you_mean, quoted, reason_of, resource_error, undamaged
 from ..hub.download import unanswered
 from ..hub.errors import hub_errors
 from ..terminal.output import say
@@ -308,7 +308,7 @@ def read_tasks(path: Path) -> dict[str, Any]:
     """What `linearize eval --tasks -o` wrote. Raises LinearizeError (exit 2) for anything else."""
     if not path.is_file():
         raise absent(path)
-    with undamaged(path, f"Write it again: linearize eval DIR --tasks NAMES -o {path}"):
+    with undamaged(path, f"Write it again: linearize eval DIR --tasks NAMES -o {quoted(path)}"):
         found = json.loads(path.read_text("utf-8"))
         if "tasks" not in found:
             raise ValueError("it has no tasks: linearize eval wrote it without --tasks")

@@ -13,7 +13,7 @@ from typing import Any
 from .. import __version__
 from ..checkpoint.manifest import is_linearized, read_plan, recipes_of
 from ..demo import TEXTS
-from ..errors import MALFORMED, LinearizeError, reason_of, resource_error
+from ..errors import MALFORMED, LinearizeError, quoted, reason_of, resource_error
 from ..plan.heads import written
 from ..plan.plan import Plan
 from ..recipe.data import LOCAL, rooted
@@ -110,8 +110,8 @@ def _seen(place: Path, beside: Sequence[RunRecord]) -> RunRecord:
     others = ", ".join(one.name for one in beside)
     raise LinearizeError(
         f"{place} is a model, and {f'none of {others} was' if others else 'nothing else is named that was'} measured "
-        f"beside it. Name a run that it taught, or measure a student: linearize eval STUDENT --teacher {place} -o "
-        f"{EVAL}, then linearize compare {EVAL} {place}"
+        f"beside it. Name a run that it taught, or measure a student: linearize eval STUDENT --teacher "
+        f"{quoted(place)} -o {EVAL}, then linearize compare {EVAL} {quoted(place)}"
     )
 
 
@@ -253,6 +253,8 @@ def notes_below(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) ->
             text = str(run.evaluation.get("data") or run.evaluation.get("text") or "other data")
             named = ", ".join(str(portable(name)) for name in text.split(", "))
             found.append(f"same prediction of {label} is that of linearize eval, on {read}{named}")
+    for run, label in zip(runs, labels(runs), strict=True):
+        found += [f"{label}: {note}" for note in run.notes if not _teaches(run)]
     nothing = [label for run, label in students if "needle" in empty_tasks(run.evaluation)]
     if nothing:
         found.append(f"needles of {', '.join(nothing)} compare nothing: the teacher itself finds 0 %")
@@ -318,8 +320,9 @@ def _lacks_eval(run: RunRecord) -> bool:
 def _measure(place: str, teacher: str) -> str:
     known = "/" in teacher or Path(teacher).exists()
     what = "" if known or not teacher else f" (MODEL: the folder {teacher} that was converted)"
-    command = f"linearize eval {place} --teacher {teacher if known else 'MODEL'} -o {place}.json"
-    return f"{command}, then compare {place}.json{what}"
+    result = quoted(f"{place}.json")
+    command = f"linearize eval {quoted(place)} --teacher {quoted(teacher) if known else 'MODEL'} -o {result}"
+    return f"{command}, then linearize compare {result}{what}"
 
 
 def _same_text(one: RunRecord, other: RunRecord) -> bool:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from ..checkpoint.manifest import read_plan
-from ..errors import MALFORMED, LinearizeError, absent, check_file, json_object, undamaged
+from ..errors import MALFORMED, LinearizeError, absent, check_file, json_object, quoted, undamaged
 from ..plan.plan import Plan
 from ..recipe.data import unit_of
 from ..recipe.recipe import Recipe, portable
 from ..train.runs import is_entry, read_lines
 
 RUN, EVAL, FINAL = "run.json", "eval.json", "final"
+PATH = re.compile(r"(?<![\w.~/])~?/[^\s'\",:;)]+")  # of this machine, in a sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,21 @@ class RunRecord:
     def teacher_ppl(self) -> float | None:
         """The teacher's held-out perplexity, as the run began."""
         return next((entry.get("eval_ppl") for entry in self.entries if entry["stage"] == "teacher"), None)
+
+    @property
+    def notes(self) -> list[str]:
+        """What whoever reads the figures should know, as the run and `linearize eval` told it when they were made; of
+        paths on this machine the last part."""
+        found = []
+        if few := self.settings.get("max_steps"):
+            found.append(f"--max-steps {few} ended each stage after {few} steps at most")
+        for part in self.settings.get("parts") or ():
+            name, changed = self.stages[part["stage"]]["name"], "; ".join(part["changed"])
+            found.append(f"after step {part['step']} of {name} the run went on with other settings: {changed}")
+        measured = (self.evaluation or {}).get("notes") or ()
+        told = [note.removeprefix("note: ") for note in [*found, *(self.settings.get("notes") or ())]]
+        told += [f"linearize eval: {note.removeprefix('note: ')}" for note in measured]
+        return [PATH.sub(lambda path: Path(path[0]).name, note) for note in told]
 
     @property
     def stages(self) -> list[dict[str, Any]]:
@@ -170,7 +187,8 @@ def mean_needles(evaluation: dict[str, Any] | None, who: str) -> float | None:
 def progress(run: RunRecord) -> str:
     """`finished`, or the stage and step that a run is at; of a finished run also that its model is not there now."""
     if run.finished:
-        return "finished" if (run.folder / FINAL).is_dir() else f"finished, but {FINAL}/ is gone"
+        few = f" with --max-steps {run.settings['max_steps']}" if run.settings.get("max_steps") else ""
+        return f"finished{few}" + ("" if (run.folder / FINAL).is_dir() else f", but {FINAL}/ is gone")
     names = [stage["name"] for stage in run.stages]
     steps = [entry for entry in run.entries if entry["stage"] in names]
     return f"{steps[-1]['stage']} step {steps[-1]['step']}" if steps else "begun"
@@ -307,7 +325,7 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
     if not path.is_file():
         raise absent(path)
     check_file(path)
-    with undamaged(path, f"Write it again: linearize eval STUDENT --teacher MODEL -o {path}"):
+    with undamaged(path, f"Write it again: linearize eval STUDENT --teacher MODEL -o {quoted(path)}"):
         found = json.loads(path.read_text("utf-8"))
         if "tasks" in found:
             raise LinearizeError(

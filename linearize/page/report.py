@@ -150,6 +150,7 @@ def summary(run: RunRecord) -> str:
         parts.append(f"After {short(run.tokens)} tokens its held-out perplexity is {ratio:.3f} times its teacher's.")
     if not run.finished:
         parts.append("The run is not finished.")
+    parts += [f"Note: {note}." for note in run.notes]
     return " ".join(parts)
 
 

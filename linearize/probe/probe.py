@@ -117,6 +117,13 @@ def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
 
     Raises LinearizeError (exit 3) when the model cannot be built or run on the meta device.
     """
+    whole = type(config)
+    if whole is not model_class.config_class and model_class.config_class in whole.sub_configs.values():
+        raise LinearizeError(
+            f"the config is a {whole.__name__}, of which {model_class.__name__} is the text part, as linearize export "
+            "writes it for engines. Give the folder that was exported, or the model with the config of its text",
+            Exit.INCOMPATIBLE,
+        )
     run = interface_calls(config, model_class)
     obstacle = run.error
     if not run.records:

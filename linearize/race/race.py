@@ -316,9 +316,16 @@ def run_race(race: Race, say: Say) -> dict[str, Any]:
         done = " are trained already" * finished(one)
         say(f"contestant {number} of {len(chosen)}: {one.name}, {one.tokens:,} tokens{done}")
         new, began = not any(leg.folder.exists() for leg in one.legs), time.monotonic()
-        for leg in one.legs:
-            if not trained(leg):
-                finetune(leg.recipe, say=say)
+        try:
+            for leg in one.legs:
+                if not trained(leg):
+                    finetune(leg.recipe, say=say)
+        except LinearizeError as error:
+            others = ",".join(other.name for other in chosen if other is not one)
+            if error.code == Exit.INTERRUPTED or not others:
+                raise
+            then = f"What is trained stays; with --only {others} the same command leaves {one.name} out"
+            raise LinearizeError(f"{one.name}: {error.message}. {then}", error.code) from error
         spent = time.monotonic() - began
         if teacher is not None and evaluation(one, race) is None:
             earlier = read_run(one.folder).evaluation or {}  # by other measures

@@ -312,7 +312,11 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
     """One of pydantic's errors in the words of recipes; `known` are the keys of the mapping around `keys`."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key.{did_you_mean(str(keys[-1]), known) or ' Known: ' + ', '.join(known)}"
+        near = did_you_mean(str(keys[-1]), known)
+        if not near and len(keys) == 1 and str(keys[0]).isidentifier():
+            near = f" An option of the mechanism is convert.options.{keys[0]}, as --set is of linearize convert."
+            near += f" Known: {', '.join(known)}"
+        return f"unknown key.{near or ' Known: ' + ', '.join(known)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"missing; set it in the file or with {dotted(keys)}=..."
     if kind == "string_pattern_mismatch":

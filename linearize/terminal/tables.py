@@ -25,7 +25,8 @@ def console(stderr: bool = True) -> Console:
             return super().render_str(printable(text), **how)
 
     made = Plain(stderr=stderr, highlight=False, markup=False, emoji=False)
-    made._width = made._width or None  # some terminals and CI set COLUMNS=0: not known
+    if made._width is not None and made._width < NARROWEST:  # some terminals and CI set COLUMNS to 0 or 1: not known
+        made._width = USUAL
     return made
 
 
@@ -40,6 +41,7 @@ COLOURS |= dict.fromkeys(("warning", "skipped", "optional", "note"), "yellow")
 # A column gets at least as much room as its longest word takes, up to so many characters: words are not cut. Longer
 # ones, such as paths, are cut where a line is full; where the table is too wide their column may shrink to LEAST.
 LONGEST_WORD, LEAST = 20, 8
+NARROWEST, USUAL = 20, 80  # characters of a line
 
 
 def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
@@ -58,7 +60,8 @@ def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | N
     room = console().width - 2 * len(columns)
     fixed = None
     if sum(n if kind == "text" else full for n, full, kind in zip(least, whole, kinds, strict=True)) > room:
-        fixed = divided(room, words, whole)
+        # Where there is no room for words, each column gets its share: rich would leave some out.
+        fixed = divided(room, words, whole) or [max(1, room // len(columns))] * len(columns)
     for place, (heading, kind) in enumerate(columns.items()):
         made.add_column(
             heading,

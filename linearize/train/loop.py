@@ -208,7 +208,7 @@ class StageLoop:
         if recipe.eval.patience is None or waited < recipe.eval.patience or done == self.steps:
             return False
         without = f"{counted(waited, 'evaluation')} without a lower KL"
-        owner.say(f"{self.stage.name} ends after step {done} of {self.steps}: {without}")
+        owner.say(f"note: {self.stage.name} ends after step {done} of {self.steps}: {without}")
         return True
 
     def step(self, step: int) -> tuple[float, float, float, dict[str, float]]:

@@ -32,7 +32,7 @@ from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
 from ..demo import DEMO, named_base
-from ..errors import LinearizeError, check_file, json_object, os_error, undamaged, writing
+from ..errors import LinearizeError, check_file, json_object, os_error, quoted, redact, undamaged, writing
 from ..plan.plan import Plan, some
 from ..recipe.data import rooted, unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weight_settings
@@ -47,6 +47,8 @@ BEST = "best.json"
 CHECKPOINT_FILES = (WEIGHTS, OPTIMIZER, POSITION, f"{POSITION}.tmp", BEST, f"{BEST}.tmp")
 RECORDS = ("run.json", "metrics.jsonl", "report.json")
 START_OVER = "Start over with `--resume never`, or choose another name or output_dir"
+# How a message begins that whoever reads the figures later should know, too.
+NOTES = ("note: ", "warning: ")
 # Figures one of which every evaluation has: of answers with labels, of maps of classes, of maps of numbers.
 EVALUATED = ("eval_ppl", "eval_agreement", "eval_error")
 
@@ -75,6 +77,8 @@ class Run:
         self.metrics = self.folder / "metrics.jsonl"
         self.resume, self.resume_from = resume, None
         self._lock: IO[str] | None = None
+        self._notes: dict[str, None] = {}  # of this start
+        self._started = False
         if self.record.exists():
             self._check_unchanged()
             self.resume_from = self._resume_point()
@@ -123,10 +127,7 @@ class Run:
             return
         with self._undamaged_record():
             record = json.loads(self.record.read_text("utf-8"))
-            recorded = present_keys(record["recipe"])
-            with contextlib.suppress(ValidationError):  # keys that an earlier version did not have get their defaults
-                recorded = Recipe.model_validate(recorded).resolved()
-            old = per_step(recorded, record["processes"])
+            old = per_step(recorded(record), record["processes"])
             new = per_step(self.recipe.resolved(), processes())
             looser = diff_resolved(fixed(old), fixed(new))
             changes = diff_resolved(weight_settings(old), weight_settings(new)) if self.resume == "auto" else looser
@@ -135,7 +136,9 @@ class Run:
                 looser = changes
         if changes:
             newest = max(self.complete_checkpoints(), key=order, default=None)
-            also = "" if looser or newest is None else f"--resume {newest} goes on from there with these values. "
+            also = (
+                "" if looser or newest is None else f"--resume {quoted(newest)} goes on from there with these values. "
+            )
             raise LinearizeError(
                 f"recipe changed since this run ({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}). "
                 f"{also}{self._further()}{START_OVER}, or restore the recipe"
@@ -231,6 +234,8 @@ class Run:
         if stale:
             discard(self.best)
         self._rewind_metrics(position)
+        old_parts = self._parts(old, position)
+        parts = old_parts + self._mixed(old, position)
         settings: dict[str, Any] = {
             "max_steps": self.max_steps,
             "processes": processes(),
@@ -239,8 +244,42 @@ class Run:
             "finished": False,
         }
         settings["replaces"] = sorted(self.plain_files()) if self.final.exists() else []
+        settings["notes"] = list(dict.fromkeys([*old.get("notes", []), *self._notes]))
+        settings["parts"] = parts
         self._write_record({"recipe": self.recipe.resolved(), **settings, "versions": versions, **inputs})
-        return changed_versions(old.get("versions", {}), versions)
+        self._started = True
+        told = [f"goes on with other settings: {'; '.join(one['changed'])}" for one in parts[len(old_parts) :]]
+        return changed_versions(old.get("versions", {}), versions) + told
+
+    def noted(self, say: Callable[[str], None]) -> Callable[[str], None]:
+        """`say`; what begins with one of NOTES is written into run.json, too, once this process started the run."""
+
+        def both(text: str) -> None:
+            say(text)
+            if text.startswith(NOTES):
+                self._notes[redact(text)] = None
+                if self._started:
+                    record = self._read_record()
+                    self._write_record({**record, "notes": list(dict.fromkeys([*record["notes"], *self._notes]))})
+
+        return both
+
+    def _parts(self, old: dict[str, Any], position: Position | None) -> list[dict[str, Any]]:
+        """Where the settings changed so far. What changed beyond the resume point changes there now."""
+        if position is None:
+            return []
+        here = {"stage": position.stage, "step": position.step}
+        at = (position.stage, position.step)
+        return [one if (one["stage"], one["step"]) <= at else {**one, **here} for one in old.get("parts", [])]
+
+    def _mixed(self, old: dict[str, Any], position: Position | None) -> list[dict[str, Any]]:
+        """What is trained otherwise after the resume point than the start before did, as `recipe` has the settings of
+        the last start alone."""
+        if position is None:
+            return []
+        ours = [weight_settings(recipe) for recipe in (recorded(old), self.recipe.resolved())]
+        changed = diff_resolved(*ours)
+        return [{"stage": position.stage, "step": position.step, "changed": changed}] if changed else []
 
     def _leftovers(self) -> list[Path]:
         """What a start removes: checkpoints beyond the resume point, and what a kill left.
@@ -462,6 +501,14 @@ class Run:
             if stage < 0 or (stage, line["step"]) <= (position.stage, position.step):
                 kept.append(line)
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def recorded(record: dict[str, Any]) -> dict[str, Any]:
+    """The resolved recipe in run.json."""
+    values = present_keys(record["recipe"])
+    with contextlib.suppress(ValidationError):  # keys that an earlier version did not have get their defaults
+        return Recipe.model_validate(values).resolved()
+    return values
 
 
 def refuse_foreign(foreign: Sequence[Path]) -> None:

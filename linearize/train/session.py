@@ -32,7 +32,7 @@ from ..data.batches import (
 )
 from ..data.logits import WithLogits, without_logits
 from ..data.packing import BlockOrder, Blocks, MixedBlocks
-from ..errors import Exit, LinearizeError, resource_error
+from ..errors import Exit, LinearizeError, quoted, resource_error
 from ..measure.evaluate import (
     Score,
     batches,
@@ -481,7 +481,7 @@ class Finetuner:
             return
         position, score = best
         stage = self.recipe.stages[position.stage]
-        self.say(f"keeps the weights of step {position.step} of {stage.name}, the lowest KL that was measured")
+        self.say(f"note: keeps the weights of step {position.step} of {stage.name}, the lowest KL that was measured")
         self.kept = self.run.best
         check_checkpoint(self.kept, BEST)
         with reading(self.kept / WEIGHTS):
@@ -493,7 +493,7 @@ class Finetuner:
         """The error for a loss, a gradient or a weight that is NaN or infinite; `step` of that stage went wrong."""
         kept = self.run.last_good(number, step)
         stage = self.recipe.stages[number]
-        then = f"continue with --resume {kept}" if kept else "start again with --resume never"
+        then = f"continue with --resume {quoted(kept)}" if kept else "start again with --resume never"
         return LinearizeError(
             f"{what} at step {step} of {stage.name}; last good checkpoint: {kept or 'none was written'}. Lower "
             f"stages[{number}].optimizer.lr (now {stage.optimizer.lr:g}) or set runtime.precision: fp32, and {then}",

@@ -28,7 +28,7 @@ from ..checkpoint.source import (
     weight_map,
 )
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
-from ..errors import MALFORMED, Exit, LinearizeError
+from ..errors import MALFORMED, Exit, LinearizeError, quoted
 from ..plan.plan import Plan, some
 from ..terminal.output import counted
 from ..terminal.progress import Advance, progress
@@ -117,7 +117,7 @@ def read_config_plan(folder: Path) -> Plan:
         kind = ", ".join(map(str, config.get("architectures") or [])) or "a model"
         raise LinearizeError(
             f"{folder} is {kind} ({config.get('model_type')}) as transformers has it, with no layer that linearize "
-            f"converted: nothing to verify. Convert it first: linearize convert {folder} --to gsa",
+            f"converted: nothing to verify. Convert it first: linearize convert {quoted(folder)} --to gsa",
             Exit.INCOMPATIBLE,
         )
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import re
 import shlex
 from collections.abc import Iterator
@@ -130,6 +131,58 @@ def test_the_file_that_is_named_after_save_pretrained_is_the_one_to_remove(elsew
     for words in checks:
         code, _, err = linearize(*words)
         assert code == 0, err
+
+
+MEASURE = ("--lengths", "512", "--trials", "1")  # the default lengths are too short for a tokenizer of bytes
+DATA = ("data.train={files: A.txt}", "data.eval={files: B.txt}", "data.pack.seq_len=32")
+# What provokes a message, the commands in it, and what these need beside it here.
+REMEDIES: list[tuple[list[str], list[str], tuple[str, ...]]] = [
+    (["verify", "../a model"], [r"convert \S.* --to gsa"], ("-o", "new", "--verify", "none")),
+    (["finetune", ""], ["recipes ls"], ()),
+    (["recipes", "validate", "seed=1"], ["recipes ls"], ()),
+    (["recipes", "validate", "my copy.yaml"], [r"finetune '\S* \S*' model.base=DIR"], (*DATA, "--dry-run")),
+    (["finetune", "gsa"], [r"recipes cp gsa mine\.yaml"], ()),
+    (["compare", "the result"], [r"eval 'the result' .*? -o '.*?'", r"compare '.*?'"], MEASURE),
+    (["compare", "../a model"], [r"eval STUDENT .*? -o eval\.json", r"compare eval\.json '.*?'"], MEASURE),
+    (["report", "runs/one", "--eval", "cut short.json"], [r"eval STUDENT .*? -o '.*?'"], MEASURE),
+    (["report", "runs/none"], ["runs"], ()),
+    (["generate", "the result", "x", "--device", "cuda"], ["doctor"], ()),
+    (["report", "runs/one"], [r"eval \S+ --recipe .*? -o \S+\.json", r"report runs/one"], MEASURE),
+]
+
+
+@pytest.mark.slow
+def test_commands_in_messages_run_as_they_are_printed(elsewhere: Path, linearize: Command) -> None:
+    """With names that have a space in them; capital words stand for what only a person knows."""
+    convert_folder(elsewhere.parent / "a model", elsewhere / "the result")
+    for words in (["finetune", "../work/recipe.yaml"], ["recipes", "cp", "gsa", "my copy.yaml"]):
+        code, _, err = linearize(*words)
+        assert code == 0, err
+    (elsewhere / "cut short.json").write_text('{"student": "x", "tea')
+    known = {"STUDENT": "the result", "MODEL": "../a model", "model.base=DIR": "model.base=../a model"}
+    wrong = []
+    for provoking, patterns, more in REMEDIES:
+        code, out, err = linearize(*provoking)
+        told = f"{out} {err}" + html.unescape((elsewhere / "runs" / "one" / "report.html").read_text()) * (not code)
+        for pattern in patterns:
+            found = re.search(f"linearize ({pattern})", " ".join(told.split()))
+            words = [known.get(word, word) for word in shlex.split(found[1])] if found else []
+            code, _, err = linearize(*words, *(more if pattern == patterns[0] else ())) if found else (1, "", told)
+            wrong += [(provoking, words, err[-1000:])] * bool(code)
+    assert not wrong, wrong
+
+
+@pytest.mark.slow
+def test_the_checkpoint_that_is_named_takes_other_values(elsewhere: Path, linearize: Command) -> None:
+    words = ["finetune", "../work/recipe.yaml", "output_dir=some runs/one"]
+    code, _, err = linearize(*words)
+    assert code == 0, err
+    code, _, err = linearize(*words, "stages.logit_kl.optimizer.lr=1e-4")
+    assert code == Exit.USAGE
+    named = re.search(r"--resume '.*?'", err)
+    assert named, err
+    code, _, err = linearize(*words, "stages.logit_kl.optimizer.lr=1e-4", *shlex.split(named[0]))
+    assert code == 0, err
 
 
 def literals(node: ast.AST) -> Iterator[str]:

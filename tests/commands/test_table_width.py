@@ -123,9 +123,7 @@ SHOWN: dict[str, Callable[[Path], Any]] = {
     "choice_table": lambda _: choice_table(CHOICE, "--keep-softmax"),
     "windows_table": lambda _: windows_table(WINDOWS),
     "inspection_tables": lambda folder: (planned(folder), inspection_tables(inspect_model(str(folder)))),
-    "converted_table": lambda folder: converted_table(
-        SimpleNamespace(plan=planned(folder), source="llama-3.2-1b-gsa")
-    ),
+    "converted_table": lambda folder: converted_table(SimpleNamespace(plan=planned(folder), source="llama-3.2-1b-gsa")),
     "recipe_table": lambda _: recipe_table([STAGE, STAGE | {"name": "learn from the teacher's words"}]),
     "estimate_table": lambda _: estimate_table(COST),
     "report_table": lambda _: report_table(REPORT),
@@ -204,9 +202,23 @@ def long_word(word: str) -> bool:
     return len(word) > tables.LONGEST_WORD
 
 
-def test_a_width_of_0_is_not_known(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Some terminals and CI set COLUMNS=0, of which tables were empty."""
-    monkeypatch.setenv("COLUMNS", "0")
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_a_width_of_nothing_is_not_known(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some terminals and CI set such a one, of which tables were empty."""
+    monkeypatch.setenv("COLUMNS", columns)
     assert tables.console().width == tables.results().width == 80
     presets_table(presets())
     assert "gsa" in "".join(capsys.readouterr())
+
+
+def test_a_narrow_table_leaves_no_column_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells are broken instead."""
+    monkeypatch.setenv("COLUMNS", "30")
+    kinds = dict(zip("ABCDEF", ("text", "number", "short") * 2, strict=True))
+    tables.results().print(tables.table(kinds, [tuple(letter * 7 for letter in "abcdef")]))
+    shown = capsys.readouterr().out
+    assert [shown.count(letter) for letter in "abcdefABCDEF"] == [7] * 6 + [1] * 6

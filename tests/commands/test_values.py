@@ -46,6 +46,14 @@ def test_a_preset_a_file_of_it_and_flags_plan_the_same(linearize: Command, sourc
         assert planned(linearize, recipe, *values) == expected
 
 
+def test_a_model_below_the_top_of_a_repository_is_named(linearize: Command) -> None:
+    for words in (["inspect", "user/repo/sub/one"], ["verify", "user/repo/sub/one"]):
+        code, _, err = linearize(*words)
+        assert code == Exit.INCOMPATIBLE
+        assert "hf download user/repo --include 'sub/one/*' --local-dir DIR" in err
+        assert "DIR/sub/one" in err
+
+
 def test_options_of_the_command_line_come_before_the_recipes(linearize: Command, source: Path) -> None:
     recipe = ["hybrid", f"model.base={source}", "convert.keep_softmax=1"]
     own = planned(linearize, *recipe)

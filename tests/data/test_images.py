@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from transformers import ViTConfig, ViTImageProcessor
 from linearize.data import batches
 from linearize.data.batches import open_processor, source_hash
 from linearize.data.documents import end_token
-from linearize.data.images import Images, find_images
+from linearize.data.images import Images, as_picture, find_images
 from linearize.data.masked import MaskedBlocks
 from linearize.errors import LinearizeError
 from linearize.recipe.data import ArraySource, DatasetSource, ImageSource
@@ -259,6 +261,47 @@ def test_what_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "ant" / "0.png").write_text("no image")
     with pytest.raises(LinearizeError, match=r"0\.png"):
         Images(find_images(ImageSource(images=str(folder)), Path()), PROCESSOR, CONFIG)
+
+
+def broken(name: str, image: Image.Image, path: Path) -> None:
+    """An image that only decoding shows to be none, or whose values PIL would change in silence."""
+    if name == "16 bits":
+        image = Image.fromarray(np.full((9, 9), 4096, np.uint16))
+    image.save(path)
+    content = path.read_bytes()
+    if name == "cut short":
+        path.write_bytes(content[: len(content) // 2])
+    elif name == "damaged":
+        path.write_bytes(content[:60] + b"xxxxxxxx" + content[68:])
+    elif name == "huge":
+        header = b"IHDR" + struct.pack(">II", 60_000, 60_000) + content[24:29]
+        path.write_bytes(content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:])
+    elif name == "empty":
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", ["cut short", "damaged", "huge", "empty", "16 bits"])
+def test_a_broken_image_is_named_when_it_comes(folder: Path, name: str) -> None:
+    """Of a folder, and one in memory as datasets give it; the others are read."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8))
+    broken(name, noise, folder / "bee" / "2.png")
+    samples = Images(find_images(ImageSource(images=str(folder)), Path()), PROCESSOR, CONFIG)
+    with pytest.raises(LinearizeError, match=r"bee/2\.png"):
+        samples[3]
+    assert samples[2]["valid"].all()
+    if name in ("cut short", "damaged", "16 bits"):
+        with pytest.raises(LinearizeError, match="rows, image 7"):
+            as_picture(Image.open(folder / "bee" / "2.png"), "rows, image 7")
+
+
+def test_a_picture_of_one_pixel_has_its_colour(folder: Path) -> None:
+    """Neither its height nor its width is taken for its channels."""
+    for size in ((1, 1), (5, 1), (3, 3)):
+        picture(20, size).save(folder / "bee" / "1.png")
+        samples = Images(find_images(ImageSource(images=str(folder)), Path()), PROCESSOR, CONFIG)
+        assert samples[2]["pixel_values"].mean((1, 2)).tolist() == pytest.approx(
+            [2 * x / 255 - 1 for x in (20, 0, 235)]
+        )
 
 
 def test_a_class_that_the_model_lacks_is_named(folder: Path) -> None:

@@ -201,6 +201,18 @@ def test_mlx_normalises_all_groups_together_and_is_refused(llama: Made) -> None:
         assert float((logits - llama.expected[0]).abs().max() / llama.expected[0].abs().max()) > 0.01
 
 
+@pytest.mark.parametrize("words", [("inspect",), ("convert", "--to", "gsa")])
+def test_an_export_is_no_model_to_convert(
+    qwen: Made, tmp_path: Path, linearize: Command, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(qwen.config))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = linearize(words[0], tmp_path, *words[1:])
+    assert code == Exit.INCOMPATIBLE
+    assert "Qwen3_5Config" in err
+    assert "linearize export" in err
+
+
 def test_an_engine_that_is_off_is_told(qwen: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "compared", lambda *arguments: {"MLX": 0.5})
     with pytest.raises(LinearizeError, match=r"MLX.*5\.0e-01") as refused:

@@ -106,11 +106,16 @@ def test_a_teacher_is_its_own_best_student(linearize: Command, folder: Path) -> 
 
 
 def test_a_student_without_a_converted_layer_is_named(linearize: Command, folder: Path) -> None:
+    """In the terminal and in the result, as is a teacher that guesses."""
     source = folder.parent / "source"
     for student, told in ((source, True), (folder, False)):
-        code, _, err = linearize("eval", student, "--teacher", source, "--recipe", recipe(folder), *SMALL)
+        given = ("--teacher", source, "--recipe", recipe(folder), *SMALL, "--json")
+        code, out, err = linearize("eval", student, *given)
         assert code == 0, err
-        assert (f"note: {student} has no converted layer" in err) == told
+        notes = " ".join(json.loads(out)["notes"])
+        for words in (err, notes):
+            assert (f"note: {student} has no converted layer" in words) == told
+            assert "nearly random" in words
 
 
 def test_a_teacher_may_have_any_name(linearize: Command, folder: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from linearize.cli import app
 from linearize.errors import Exit, LinearizeError
 from linearize.page import charts, drawing
 from linearize.page import html as page_html
+from linearize.page.compare import notes_below
 from linearize.page.drawing import COLOURS, Drawing, stacked
 from linearize.page.record import read_run
 from linearize.page.report import card_pictures, pictures, report_page, times
@@ -565,3 +566,18 @@ def test_a_ratio_that_is_no_number_is_not_called_one() -> None:
     assert times(3.0, 2.0) == "1.500x"
     for ours, theirs in ((math.nan, 2.0), (3.0, 0.0), (math.inf, 2.0)):
         assert times(ours, theirs) == "not finite"
+
+
+def test_what_was_told_while_a_run_was_made_is_on_its_page(run: Path) -> None:
+    """And in a comparison; without places on this machine."""
+    settings = json.loads((run / "run.json").read_text())
+    parts = [{"stage": 1, "step": 7, "changed": ["stages[1].optimizer.lr 0.001 -> 0.002"]}]
+    notes = ["note: data.train and data.eval both read /some/where/text.txt: nothing is held out"]
+    (run / "run.json").write_text(json.dumps(settings | {"max_steps": 12, "parts": parts, "notes": notes}))
+    found = json.loads((run / "eval.json").read_text())
+    (run / "eval.json").write_text(json.dumps(found | {"notes": ["note: /some/m has no converted layer"]}))
+    for words in (Page(report_page(read_run(run))).words, " ".join(notes_below([read_run(run)]))):
+        for told in ("--max-steps 12", "step 7 of logit_kl", "0.001 -> 0.002", "read text.txt: nothing is held out"):
+            assert told in words
+        assert "linearize eval: m has no converted layer" in words
+        assert "/some" not in words

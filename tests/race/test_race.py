@@ -162,6 +162,22 @@ def test_a_student_without_finite_numbers_is_no_result(
     assert not (tmp_path / "race").exists()
 
 
+def test_a_contestant_that_fails_may_be_left_out(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names it, and the others as --only takes them."""
+    race = plan(load_recipe(recipe), tmp_path / "race", only=["lolcats", "progressive", "hybrid"])
+
+    def finetune(recipe: Recipe, **more: Any) -> None:
+        if "progressive" in recipe.output_dir:
+            raise LinearizeError("the loss is NaN", Exit.CHECK_FAILED)
+
+    for name, value in {"opened": None, "check_measures": None, "measured": {}}.items():
+        monkeypatch.setattr(story, name, lambda *given, value=value: value)
+    monkeypatch.setattr(story, "finetune", finetune)
+    with pytest.raises(LinearizeError, match=r"progressive.*NaN.*--only lolcats,hybrid") as told:
+        story.run_race(race, lambda text: None)
+    assert told.value.code == Exit.CHECK_FAILED
+
+
 @pytest.mark.parametrize("steps", [FEWEST, 7, 20, 1001])
 def test_steps_are_divided_whole(steps: int) -> None:
     for shares in ((1, 1), (100, 500, 100), (1, 1000), (1, 1, 1)):
@@ -203,6 +219,12 @@ def test_what_cannot_be_raced_is_refused_before_anything_is_written(
     assert code == Exit.USAGE
     assert holds(err, *message)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_among_the_values_is_told_where_it_goes(linearize: Command) -> None:
+    code, _, err = linearize("race", "gsa", "model.base=some/model")
+    assert code == Exit.USAGE
+    assert "linearize race some/model --recipe gsa" in err
 
 
 def test_a_race_runs_in_one_process(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

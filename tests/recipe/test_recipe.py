@@ -594,6 +594,12 @@ def test_mistaken_overrides(tmp_path: Path, override: str, message: str) -> None
     assert errors(tmp_path, MINIMAL, override) == [f"override {override!r}{message}"]
 
 
+def test_a_bare_option_names_its_place(tmp_path: Path) -> None:
+    """As `linearize convert --set` takes it."""
+    (message,) = errors(tmp_path, MINIMAL, "eps=1e-6")
+    assert "convert.options.eps" in message
+
+
 def test_spelling_changes_no_value(tmp_path: Path) -> None:
     one = load(tmp_path, MINIMAL).resolved()
     same = load(tmp_path, edited("20M", "20000000") + "seed: 42\n").resolved()

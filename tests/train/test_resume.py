@@ -309,6 +309,35 @@ def test_a_named_checkpoint_takes_another_learning_rate(
         train(make_recipe(tmp_path, base(root, "gpt2"), *changed), resume=str(checkpoints / "logit_kl-2"))
 
 
+def test_settings_that_changed_on_the_way_stay_in_the_record(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the step from which each part was trained by others."""
+    checkpoints = halfway(tmp_path, root, monkeypatch)
+    parts = []
+    for step, lr in ((2, 1e-3), (2, 1e-3), (1, 1e-4)):
+        changed = stages()
+        changed[1]["optimizer"] = {"lr": lr}
+        Run(recipe_of(tmp_path, root, changed), str(checkpoints / f"logit_kl-{step}")).start({})
+        parts.append(json.loads((tmp_path / "run" / "run.json").read_text())["parts"])
+    first, again, last = ([(part["stage"], part["step"], len(part["changed"])) for part in found] for found in parts)
+    assert first == again == [(1, 2, 1)]
+    assert last == [(1, 1, 1), (1, 1, 1)]  # what came after step 2 is trained again
+
+
+def recipe_of(folder: Path, root: Path, changed: list[dict[str, Any]]) -> Any:
+    return make_recipe(folder, base(root, "gpt2"), *changed, checkpoint={"every_steps": 1, "save_total_limit": 2})
+
+
+def test_what_a_run_told_stays_in_the_record(root: Path, tmp_path: Path) -> None:
+    data = {"train": {"files": ["heldout.txt"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": 32}}
+    train(make_recipe(tmp_path, base(root, "gpt2"), stage("sft", model="gpt2", steps=1), data=data))
+    told = " ".join(json.loads((tmp_path / "run" / "run.json").read_text())["notes"])
+    assert "nothing is held out" in told
+    assert "nearly random" in told  # which is known after the start
+    assert "nothing is held out" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_a_run_goes_on_with_another_number_of_workers(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
