@@ -115,6 +115,7 @@ def plain(task: str, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"context": context, "continuation": last}
     if form == ("text",):
         return {"text": read("text")}
+    choices: Any  # what the line has, which may be no list of texts
     label = fields["answerKey" if "answerKey" in form else "label"]
     if "goal" in form:
         question, choices = read("goal", empty=True), [read("sol1", empty=True), read("sol2", empty=True)]

@@ -106,7 +106,7 @@ def find_tasks(
         if twice:
             raise LinearizeError(f"--tasks {text}: {twice} is asked for twice. Leave one out")
         away = unanswered(ASKED, dataset=True) if any(name in manager.all_tasks for name in found) else None
-        specs = [*found, *filter(None, map(spec, local))]
+        specs: list[str | dict[str, Any]] = [*found, *filter(None, map(spec, local))]
         with task_errors(text), needed_packages(named), cache_alone(away):
             loaded = manager.load(specs)["tasks"]
     for name, task in loaded.items():
