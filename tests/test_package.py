@@ -90,7 +90,7 @@ def test_the_readme_names_every_mechanism_as_done_or_planned() -> None:
 def expected_files() -> set[str]:
     """What the wheel must hold beside its metadata."""
     data = (*ROOT.glob("linearize/demo/model/*"), ROOT / "linearize/checkpoint/known_code.txt")
-    data += (ROOT / "linearize/py.typed",)
+    data += (ROOT / "linearize/py.typed", *ROOT.glob("linearize/measure/task_files/*.yaml"))
     files = {name_of(path) for path in (*SOURCES, *RECIPES, *data)}
     return {re.sub(r"^(kernels|recipes)/", r"linearize_\1/", name) for name in files}
 

@@ -389,6 +389,8 @@ def with_tasks(text: str, result: dict[str, Any], name: str) -> str:
     headings, rows = task_rows(result)
     lines = ["## Tasks", "", *markdown_table(headings, rows), ""]
     of = f" Teacher: `{portable(result['teacher'])}`." if result["teacher"] else ""
+    if result.get("files"):
+        of += f" From files, not from the Hub: {', '.join(result['files'])}."
     about = (
         f"`linearize eval --tasks` with lm-evaluation-harness {result['harness']}.{of} "
         "Few-shot: how many solved examples stand before each question."

@@ -72,8 +72,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Run these tasks of lm-evaluation-harness instead: arc_easy,hellaswag, or a file.yaml with your own "
-            "task."
+            help="Run these tasks of lm-evaluation-harness instead: arc_easy,hellaswag, piqa=rows.jsonl to read their "
+            "data from a file, or a file.yaml with your own task."
         ),
     ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: only this many rows of each.")] = None,
@@ -130,17 +130,20 @@ def evaluate(
 
     if tasks:
         reason = "with --tasks, lm-evaluation-harness measures alone"
-        _refuse(given, OF_TEXT, reason)
+        of_needles = any(name.strip().startswith("needle=") for name in tasks.split(","))
+        _refuse(given, ("generate",) if of_needles else OF_TEXT, reason)
         if recipe and not of_run:
             raise LinearizeError(f"--recipe {recipe}: {reason}, and only a run says what its teacher is. Leave it out")
         if overrides:
             raise LinearizeError(f"{' '.join(overrides)}: recipe values choose a text, and --tasks have their own")
+        from ..measure.compare import EvalRequest, parse_lengths
         from ..measure.tasks import find_tasks, run_tasks
 
         teacher = teacher or (heldout_of(run, _plan_of(student))[1] if of_run else "")
         if teacher:
             _note_converted(teacher, tell)
-        result = run_tasks(student, teacher, find_tasks(tasks, batch_tokens, limit, few_shot), **options)
+        needle = EvalRequest(parse_lengths(lengths), min(trials, limit or trials), seed, batch_tokens)
+        result = run_tasks(student, teacher, find_tasks(tasks, batch_tokens, limit, few_shot, needle), **options)
         result["notes"] = told
         tasks_table(result)
         _write(result, output, as_json)

@@ -1,6 +1,7 @@
 """`linearize eval --tasks`: lm-evaluation-harness measures a student, and its teacher, on tasks of its own.
 
 The harness is given the loaded model as it is; which tasks there are, their data and their metrics are its matter.
+local_tasks.py has those whose data are read from a file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import importlib.metadata
 import json
 import logging
+import os
 import re
 import sys
 import traceback
@@ -31,7 +33,9 @@ from ..hub.download import unanswered
 from ..hub.errors import hub_errors
 from ..terminal.output import say
 from ..terminal.tables import task_rows
+from .compare import EvalRequest
 from .generate import device_memory, load
+from .local_tasks import FORMS, FROM_FILE, NEEDLE, ROLLING, Local, needles, parse_local, rolling_errors, spec
 
 RESULTS = "tasks.json"  # in a run's folder: linearize push reads it
 HARNESS = "lm_eval"
@@ -55,6 +59,9 @@ metric_list:
 DATA_FILES = "Relative paths of data files begin at the working directory, {}: put it there, or give its whole path"
 # What a row of text is taken to have when a batch is counted in tokens: a question with an answer is seldom longer.
 ROW_TOKENS = 512
+# Resamples for the standard error of a perplexity, which they give to about 2 %. The harness's own 100,000 take minutes
+# of all cores for LAMBADA.
+RESAMPLES = 1000
 # Entries of the harness's results that are no metrics.
 FACTS = ("name", "alias", "sample_len", "sample_count")
 
@@ -63,18 +70,23 @@ FACTS = ("name", "alias", "sample_len", "sample_count")
 class Tasks:
     """Tasks that were found under the `names` asked for, as the harness takes them (`specs`), and how to run them:
     `limit` rows of each (None: all), `few_shot` examples before a question (None: as the task has it), `rows` at a
-    time."""
+    time. `local` are those with a file; for needles, which the harness does not ask, `needle` says what to ask."""
 
     names: tuple[str, ...]
-    specs: tuple[str, ...]
+    specs: tuple[str | dict[str, Any], ...]
     manager: Any
     rows: int
     limit: int | None
     few_shot: int | None
+    local: tuple[Local, ...] = ()
+    needle: EvalRequest | None = None
 
 
-def find_tasks(text: str, batch_tokens: int, limit: int | None, few_shot: int | None) -> Tasks:
-    """The tasks that `--tasks` names: of the harness, with * for any part of a name, or files of your own.
+def find_tasks(
+    text: str, batch_tokens: int, limit: int | None, few_shot: int | None, needle: EvalRequest | None = None
+) -> Tasks:
+    """The tasks that `--tasks` names: of the harness, with * for any part of a name, files with tasks of your own, or
+    NAME=FILE for data of your own; `needle` is for the needles among these.
 
     Their data are fetched. Raises LinearizeError: 2 for a task that is unknown or cannot be run here, 4 for a package
     that is not installed, 5 for data that cannot be fetched.
@@ -83,10 +95,18 @@ def find_tasks(text: str, batch_tokens: int, limit: int | None, few_shot: int | 
     named = [name.strip() for name in text.split(",") if name.strip()]
     if not named:
         raise LinearizeError("--tasks names no task. Give names with commas between, such as arc_easy,hellaswag")
+    parsed = {name: parse_local(name) for name in named}
+    local = [one for one in parsed.values() if one]
+    others = [name for name in named if not parsed[name]]
     with quiet_harness():
-        manager = index()
-        specs = list(dict.fromkeys(spec for name in named for spec in matching(name, manager)))
-        away = unanswered(ASKED, dataset=True) if any(spec in manager.all_tasks for spec in specs) else None
+        manager = index() if others else no_index()
+        found = list(dict.fromkeys(one for name in others for one in matching(name, manager)))
+        asked = [*found, *(one.name for one in local)]
+        twice = next((name for name in asked if asked.count(name) > 1), None)
+        if twice:
+            raise LinearizeError(f"--tasks {text}: {twice} is asked for twice. Leave one out")
+        away = unanswered(ASKED, dataset=True) if any(name in manager.all_tasks for name in found) else None
+        specs: list[str | dict[str, Any]] = [*found, *filter(None, map(spec, local))]
         with task_errors(text), needed_packages(named), cache_alone(away):
             loaded = manager.load(specs)["tasks"]
     for name, task in loaded.items():
@@ -96,7 +116,9 @@ def find_tasks(text: str, batch_tokens: int, limit: int | None, few_shot: int | 
             )
         if getattr(task, "MULTIMODAL", False):
             raise LinearizeError(f"--tasks {name}: it asks about images, and the model reads text", Exit.INCOMPATIBLE)
-    return Tasks(tuple(named), tuple(specs), manager, max(1, batch_tokens // ROW_TOKENS), limit, few_shot)
+    rows = max(1, batch_tokens // ROW_TOKENS)
+    names = (*others, *(one.name for one in local))
+    return Tasks(names, tuple(specs), manager, rows, limit, few_shot, tuple(local), needle)
 
 
 @functools.cache
@@ -105,6 +127,13 @@ def index() -> Any:
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
+
+
+def no_index() -> Any:
+    """For tasks that have all with them."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=False)
 
 
 def check_harness() -> None:
@@ -125,6 +154,8 @@ def matching(name: str, manager: Any) -> list[str]:
             raise absent(Path(name).expanduser(), f"--tasks {name}: no such file", OWN_TASK)
         return [str(path)]
     found = manager.match_tasks([name])
+    if not found and name in FORMS:
+        raise LinearizeError(f"--tasks {name}: it needs a file, as --tasks {name}=FILE.jsonl")
     if not found:
         near = did_you_mean(name, manager.all_tasks)
         raise LinearizeError(
@@ -142,14 +173,14 @@ def task_errors(text: str) -> Iterator[None]:
         with hub_errors(text, ".", offline):
             yield
     except LinearizeError as error:
-        raise LinearizeError(f"{error.message}. {OWN_TASK}", error.code) from error
+        raise LinearizeError(f"{error.message}. {FROM_FILE}. {OWN_TASK}", error.code) from error
     except OSError as error:  # so the package datasets says of the Hub
         own = [name.strip() for name in text.split(",") if name.strip().endswith(".yaml")]
         gone = re.search("Unable to find '(/[^']+)'", str(error))  # and of a file
         if own and gone:
             what = f"--tasks {', '.join(own)}: no such data file"
             raise absent(Path(gone[1]), what, DATA_FILES.format(Path.cwd())) from error
-        message = f"--tasks {text}: cannot read the data: {reason_of(error)}. {OWN_TASK}"
+        message = f"--tasks {text}: cannot read the data: {reason_of(error)}. {FROM_FILE}. {OWN_TASK}"
         raise LinearizeError(message, Exit.HUB) from error
     except Exception as error:  # tasks are data and code of many people
         raise LinearizeError(
@@ -198,7 +229,8 @@ def run_tasks(student: str, teacher: str, tasks: Tasks, **options: Any) -> dict[
     folder = open_source(student, None).folder
     result: dict[str, Any] = {"student": student, "teacher": teacher or None}
     result |= {"model": identity(folder) if is_linearized(folder) else None}
-    result |= {"harness": importlib.metadata.version(HARNESS), "limit": tasks.limit, "tasks": []}
+    result |= {"harness": importlib.metadata.version(HARNESS), "limit": tasks.limit}
+    result |= {"files": {one.name: str(one.path) for one in tasks.local}, "tasks": []}
     for who, name in (("student", student), ("teacher", teacher)):
         if name:
             add(result["tasks"], run_one(name, tasks, options), who)
@@ -213,6 +245,11 @@ def run_one(name: str, tasks: Tasks, options: dict[str, Any]) -> dict[str, Any]:
 
     opened = load(name, None, teacher=False, **options)
     say(f"{name}: {', '.join(tasks.names)} by lm-evaluation-harness {importlib.metadata.version(HARNESS)}")
+    needle = next((one for one in tasks.local if one.name == NEEDLE), None)
+    asked = needles(opened, needle, tasks.needle) if needle and tasks.needle else {}
+    if not tasks.specs:
+        return asked
+    rolling = any(one.name == ROLLING for one in tasks.local)
     with quiet_harness(), failing_tasks(tasks.names), needed_packages(tasks.names):
         model = HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=tasks.rows)
         found = simple_evaluate(
@@ -221,9 +258,12 @@ def run_one(name: str, tasks: Tasks, options: dict[str, Any]) -> dict[str, Any]:
             task_manager=tasks.manager,
             limit=tasks.limit,
             num_fewshot=tasks.few_shot,
-            log_samples=False,
+            bootstrap_iters=RESAMPLES,
+            log_samples=rolling,
         )
-    return dict(found)
+    if rolling:
+        rolling_errors(found)
+    return {**found, **{key: {**found[key], **asked[key]} for key in asked}}
 
 
 def add(rows: list[dict[str, Any]], found: dict[str, Any], who: str) -> None:
@@ -238,9 +278,9 @@ def add(rows: list[dict[str, Any]], found: dict[str, Any], who: str) -> None:
         config, count = found["configs"].get(name, {}), found["n-samples"].get(name, {})
         row = next((row for row in rows if row["task"] == name), None)
         if row is None:
-            row = {"task": name, "version": found["versions"].get(name), "part_of": parts.get(name)}
+            row = {"task": name, "version": (found.get("versions") or {}).get(name), "part_of": parts.get(name)}
             row |= {"dataset": on_hub(config), "config": config.get("dataset_name"), "split": split_of(config)}
-            row |= {"few_shot": found["n-shot"].get(name), "rows": count.get("effective")}
+            row |= {"few_shot": (found.get("n-shot") or {}).get(name), "rows": count.get("effective")}
             rows.append(row | {"of_rows": count.get("original"), "metrics": []})
             row = rows[-1]
         for key, value in values.items():
@@ -297,8 +337,10 @@ def quiet_harness() -> Iterator[None]:
 
     # The harness asks for bars explicitly, which overrules TQDM_DISABLE.
     bars = mock.patch.object(tqdm, "__init__", for_terminals)
+    # It bootstraps in forks otherwise, which have this process's signal handlers and print that they were ended.
+    without_forks = mock.patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"})
     try:
-        with contextlib.redirect_stdout(sys.stderr), without_git, bars:
+        with contextlib.redirect_stdout(sys.stderr), without_git, without_forks, bars:
             yield
     finally:
         log.setLevel(level)

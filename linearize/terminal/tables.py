@@ -247,7 +247,9 @@ def with_error(metric: dict[str, Any], who: str) -> str:
     value, error = metric.get(who), metric.get(f"{who}_error")
     if value is None:
         return ""
-    return f"{value:.4g}" if error is None else f"{value:.3f} ± {error:.3f}"
+    if error is None or abs(value) >= 1e6:  # a perplexity of an untrained model has twenty digits
+        return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+    return f"{value:.3f} ± {error:.3f}"
 
 
 def prediction_table(predictions: dict[str, list[dict[str, float]]]) -> None:
