@@ -26,7 +26,7 @@ from linearize.export.to_gguf import llama3_factors
 if TYPE_CHECKING:
     from conftest import Command
 
-TOKENS = [*BYTES, "th", "<eos>"]
+TOKENS = [*BYTES, "th", "he", "<eos>"]
 LLAMA3 = {"rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 Facts = dict[str, Any]
@@ -54,7 +54,7 @@ def write_gguf(
     writer.add_tokenizer_pre(facts.pop("pre", "llama-bpe"))
     writer.add_token_list(TOKENS)
     writer.add_token_types([gguf.TokenType.NORMAL] * (size - 1) + [gguf.TokenType.CONTROL])
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "h e"])
     writer.add_eos_token_id(size - 1)
     writer.add_bos_token_id(size - 1)
     writer.add_chat_template(TEMPLATE)
