@@ -63,7 +63,8 @@ def _made(path: Path, weights: bool, version: tuple[int, int], process: int) -> 
     """Weights go beside the file: there is room on a disk for models, and a result on that disk links them."""
     with contextlib.ExitStack() as held:
         with writing(path.parent):
-            folder = Path(held.enter_context(scratch_beside(path) if weights else tempfile.TemporaryDirectory()))
+            place: Any = scratch_beside(path) if weights else tempfile.TemporaryDirectory()
+            folder = Path(held.enter_context(place))
         with writing(folder):
             _write(folder, path, weights)
         kept = held.pop_all()

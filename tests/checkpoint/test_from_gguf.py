@@ -16,7 +16,7 @@ import torch
 from conftest import holds
 from models import logits, small_model, tokens
 from safetensors.torch import load_file
-from training import BYTES, TEMPLATE
+from training import BYTES, TEMPLATE, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.checkpoint.source import open_source
@@ -105,7 +105,7 @@ def test_a_file_is_converted_as_transformers_reads_it(
 
 def test_tokenizer_and_template_come_along(tmp_path: Path, linearize: Command) -> None:
     path = write_gguf(tmp_path / "small.gguf", general_license="apache-2.0")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "of another model"}))
+    byte_tokenizer().save_pretrained(tmp_path)  # of another model
     code, _, err = linearize("convert", path, "slots=8", "--to", "gsa", "--verify", "none", "-o", tmp_path / "linear")
     assert code == Exit.OK, err
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "linear")
