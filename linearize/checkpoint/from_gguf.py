@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -149,7 +150,8 @@ def llama3_rope(path: Path, config: Any, divisors: Tensor) -> dict[str, Any]:
 
 
 def parts_of(path: Path, tensors: dict[str, Any], mapping: dict[str, str], meta: Any) -> dict[str, list[Any]]:
-    """For each weight of the model the tensors that it is made of. Refused where any is missing or left over."""
+    """For each weight of the model the tensors that it is made of. Refused where any is missing, left over,
+    or of another size."""
     parts: dict[str, list[Any]] = {}
     left = []
     for name, tensor in tensors.items():
@@ -160,6 +162,10 @@ def parts_of(path: Path, tensors: dict[str, Any], mapping: dict[str, str], meta:
     missing = sorted(set(meta.state_dict()) - set(parts) - set(meta.all_tied_weights_keys))
     if missing:
         raise refused(path, f"a {type(meta).__name__} without {some(missing)}. Download it again")
+    for name, tensors_of in parts.items():
+        shape, count = list(meta.state_dict()[name].shape), sum(int(tensor.n_elements) for tensor in tensors_of)
+        if count != math.prod(shape):  # transformers has no key for the size, and took its default
+            raise refused(path, f"a file whose {name} has {count:,} numbers, and by transformers' config it is {shape}")
     return parts
 
 
@@ -214,9 +220,6 @@ def _write_weights(folder: Path, path: Path, shapes: dict[str, Any], value: Any,
             for name in names:
                 with _readable(path):
                     held[name] = value(name)
-                if held[name].shape != shapes[name]:
-                    found, expected = list(held[name].shape), list(shapes[name])
-                    raise refused(path, f"a file whose {name} is {found}, and the config asks for {expected}")
                 advance(sizes[name])
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             save_file(held, folder / file, {"format": "pt"})

@@ -50,6 +50,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(500000.0 if more else 10000.0)
     writer.add_rope_dimension_count(8)
+    writer.add_key_length(8)
+    writer.add_value_length(8)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(facts.pop("pre", "llama-bpe"))
     writer.add_token_list(TOKENS)
@@ -57,6 +59,7 @@ def write_gguf(
     writer.add_token_merges(["t h", "h e"])
     writer.add_eos_token_id(size - 1)
     writer.add_bos_token_id(size - 1)
+    writer.add_pad_token_id(0)
     writer.add_chat_template(TEMPLATE)
     for key, value in facts.items():
         (writer.add_string if isinstance(value, str) else writer.add_uint16)(key.replace("_", "."), value)
@@ -149,6 +152,7 @@ REFUSED: list[tuple[Facts, tuple[str, ...]]] = [
     ({"llama_rope_scaling_type": "yarn"}, ("yarn",)),
     ({"more": MORE}, ("rope_factors_long.weight",)),
     ({"more": {"rope_freqs.weight": torch.arange(1.0, 5.0)}}, ("rope_freqs.weight", "Llama 3")),
+    ({"name": "qwen3"}, ("q_proj.weight", "512")),  # whose heads are 8 wide, which transformers does not read
     ({"drop": "blk.1.ffn_up"}, ("layers.1.mlp.up_proj.weight",)),
 ]
 
