@@ -82,7 +82,8 @@ class Source:
 
 
 def open_source(model: str, revision: str | None, *, weights: bool = True) -> Source:
-    """The checkpoint in folder `model`, else the Hub repo of that name (downloaded; only its config if not `weights`).
+    """The checkpoint in folder or GGUF file `model`, else the Hub repo of that name (downloaded; only its config if not
+    `weights`).
 
     Raises LinearizeError: 2 for a revision of a folder and for an empty name, 3 for what is no usable checkpoint, 4 for
     unreadable files, 5 for the Hub.
@@ -90,6 +91,8 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
     if not model.strip():
         raise LinearizeError("the name of the model is empty. Give a folder, or the Hub's user/repo")
     folder = Path(os.path.expanduser(model))
+    if folder.suffix == ".gguf" and not folder.is_dir():
+        return _open_gguf(folder, revision, weights)
     try:
         if os.path.isfile(folder):
             raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
@@ -109,10 +112,23 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
     return Source(folder, name, revision, config, shards, pickled, block)
 
 
+def _open_gguf(path: Path, revision: str | None, weights: bool) -> Source:
+    """The checkpoint in a GGUF file, under the file's name."""
+    from .from_gguf import as_folder  # which imports transformers
+
+    check_revision(str(path), revision)
+    try:
+        folder = as_folder(path, weights)
+    except OSError as error:
+        raise unreadable(error) from error
+    return dataclasses.replace(open_source(str(folder), None, weights=weights), name=path.stem)
+
+
 def check_revision(folder: str, revision: str | None) -> None:
-    """Raise LinearizeError (exit 2) for a revision of a folder here, which has none."""
+    """Raise LinearizeError (exit 2) for a revision of a folder or file here, which has none."""
     if revision is not None:
-        message = f"{folder} is a folder here, and a revision ({revision}) is a branch, tag or commit on the Hub"
+        kind = "file" if os.path.isfile(folder) else "folder"
+        message = f"{folder} is a {kind} here, and a revision ({revision}) is a branch, tag or commit on the Hub"
         raise LinearizeError(f"{message}. Leave it out, or give the Hub's user/repo")
 
 
