@@ -193,7 +193,7 @@ def test_commands_that_need_no_network_run(linearize: Command, tmp_path: Path, m
 
 
 # What stands for a model of the Hub or of the reader, for one that linearize made of it, for a run, and for a text.
-SOURCES = re.compile(r"\b(?:meta-llama|Qwen)/[\w.-]+|\b(?:MODEL|TEACHER|BASE)\b|linearize/demo/model")
+SOURCES = re.compile(r"\b(?:meta-llama|Qwen)/[\w.-]+|\b(?:MODEL|TEACHER|BASE)\b|linearize/demo/model|[\w.-]+\.gguf")
 CONVERTED = re.compile(r"runs/[\w-]+/final|RUN/final|\bDIR\b|\bat/final|(?<!/)\b(?:demo|llama)-(?:gsa|gla)(?:-3)?\b")
 RUNS = re.compile(r"runs/[\w-]+$|RUN$")
 TEXTS = re.compile(r"[\w/-]+\.(?:jsonl|txt)\b")
