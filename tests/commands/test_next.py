@@ -31,7 +31,7 @@ COMMAND = re.compile(r"\blinearize ([a-z]+)((?: (?:-{1,2}[a-z][\w-]*|[A-Z][\w/:@
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with text in A.txt and B.txt, beside `a model` and a recipe that is in neither."""
-    place, work = tmp_path / "elsewhere", tmp_path / "work"
+    place, work = tmp_path / "elsewhere", tmp_path / "there"
     place.mkdir()
     byte_tokenizer().save_pretrained(save_source(tmp_path / "a model", **BASES["llama"]))
     data = {name: {"files": [file]} for name, file in (("train", "train.jsonl"), ("eval", "heldout.txt"))}
@@ -99,7 +99,7 @@ def test_what_follows_a_copy_of_a_recipe(elsewhere: Path, checked: list[Any], li
 @pytest.mark.slow
 def test_what_follows_logits_and_a_run(elsewhere: Path, linearize: Command) -> None:
     """The recipe lies elsewhere, and its folders are relative to the working directory."""
-    recipe = "../work/recipe.yaml"
+    recipe = "../there/recipe.yaml"
     code, _, err = linearize("logits", recipe, "-o", "some logits", "--top", "8")
     assert code == 0, err
     (words,) = commands(told(err))
@@ -155,7 +155,7 @@ REMEDIES: list[tuple[list[str], list[str], tuple[str, ...]]] = [
 def test_commands_in_messages_run_as_they_are_printed(elsewhere: Path, linearize: Command) -> None:
     """With names that have a space in them; capital words stand for what only a person knows."""
     convert_folder(elsewhere.parent / "a model", elsewhere / "the result")
-    for words in (["finetune", "../work/recipe.yaml"], ["recipes", "cp", "gsa", "my copy.yaml"]):
+    for words in (["finetune", "../there/recipe.yaml"], ["recipes", "cp", "gsa", "my copy.yaml"]):
         code, _, err = linearize(*words)
         assert code == 0, err
     (elsewhere / "cut short.json").write_text('{"student": "x", "tea')
@@ -174,7 +174,7 @@ def test_commands_in_messages_run_as_they_are_printed(elsewhere: Path, linearize
 
 @pytest.mark.slow
 def test_the_checkpoint_that_is_named_takes_other_values(elsewhere: Path, linearize: Command) -> None:
-    words = ["finetune", "../work/recipe.yaml", "output_dir=some runs/one"]
+    words = ["finetune", "../there/recipe.yaml", "output_dir=some runs/one"]
     code, _, err = linearize(*words)
     assert code == 0, err
     code, _, err = linearize(*words, "stages.logit_kl.optimizer.lr=1e-4")
