@@ -164,8 +164,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 class GDNProblem(Problem):
-    def __init__(self, number: int, call: Call) -> None:
-        super().__init__(number, call)
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
         self.g, self.beta, self.scale = call.g.contiguous(), call.beta.contiguous(), call.scale
         self.read, self.write, self.segments = map(_contiguous, (call.read_gate, call.write_gate, call.segments))
         self.cu, self.S0 = call.cu, None if call.S0 is None else call.S0.float().contiguous()
@@ -195,7 +195,7 @@ class GDNProblem(Problem):
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, how: Launch, **changed: Any) -> None:
         options: dict[str, Any] = {"num_warps": how.warps, "num_stages": how.stages, "maxnreg": how.registers}
-        launch(kernel, grid, *arguments, call=self.number, **options, **(self.constants | changed))
+        launch(kernel, grid, *arguments, **options, **(self.constants | changed))
 
     def along_rows(self, columns: int, *, moves: bool = False) -> tuple[int, int, int]:
         """The grid of a kernel that takes so many value columns of a state through the chunks of a piece of its row,
@@ -314,8 +314,8 @@ def results(x: Call) -> tuple[Tensor, ...]:
     return scratch(x.q, B, T, H, DV, dtype=x.q.dtype), scratch(x.q, rows, E, D, DV), *kept
 
 
-def forward(number: int, call: Call, o: Tensor, S1: Tensor, *parts: Tensor) -> None:
-    x, kept = GDNProblem(number, call), Kept(*parts)
+def forward(call: Call, o: Tensor, S1: Tensor, *parts: Tensor) -> None:
+    x, kept = GDNProblem(call), Kept(*parts)
     c = x.config
     prepare(x, kept)
     if x.pieces > 1:
@@ -328,9 +328,9 @@ def forward(number: int, call: Call, o: Tensor, S1: Tensor, *parts: Tensor) -> N
     )  # fmt: skip
 
 
-def backward(number: int, call: Call, do: Tensor, dS1: Tensor | None, *parts: Tensor) -> tuple[Tensor | None, ...]:
+def backward(call: Call, do: Tensor, dS1: Tensor | None, *parts: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, g, beta, of both gates and of the first state; `parts` are what the forward pass kept."""
-    x, do, kept = GDNProblem(number, call), dense(do), Kept(*parts)
+    x, do, kept = GDNProblem(call), dense(do), Kept(*parts)
     c, du = x.config, x.new(x.B, x.T, x.E, x.DV)
     s = solve(x, kept, None, exact=True)
     x.launch(
@@ -420,7 +420,7 @@ def step_results(x: StepCall) -> tuple[Tensor, ...]:
     return (o, scratch(x.S, *x.S.shape, dtype=x.S.dtype)) if x.rows is None else (o,)
 
 
-def step(number: int, x: StepCall, o: Tensor, S1: Tensor | None = None) -> None:
+def step(x: StepCall, o: Tensor, S1: Tensor | None = None) -> None:
     """One token in one launch."""
     q, k, v, g, beta, read, write, scale, padding, S, rows = x
     (B, _, H, D), DV, E = q.shape, v.shape[-1], g.shape[2]
@@ -430,7 +430,7 @@ def step(number: int, x: StepCall, o: Tensor, S1: Tensor | None = None) -> None:
     launch(
         step_kernel, (-(-DV // BV), E, B), q, k, v, g, beta, _contiguous(read), _contiguous(write), padding, rows, S,
         o, S if S1 is None else S1, scale, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-        0 if padding is None else padding.stride(0), S.stride(0), H, E, E // k.shape[2], call=number, num_warps=4, D=D,
+        0 if padding is None else padding.stride(0), S.stride(0), H, E, E // k.shape[2], num_warps=4, D=D,
         DV=DV, BD=BD, BV=BV, READ=read is not None, WRITE=write is not None, PADDED=padding is not None,
     )  # fmt: skip
 

@@ -142,8 +142,8 @@ def constants(config: Config, how: Launch, G: int, D: int, DV: int) -> dict[str,
 
 
 class GLAProblem(Problem):
-    def __init__(self, number: int, call: Call) -> None:
-        super().__init__(number, call)
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
         self.g, self.scale, self.segments = call.g.contiguous(), call.scale, call.segments
         self.S0 = None if call.S0 is None else call.S0.float().contiguous()
         self.read, self.write = (None if x is None else x.contiguous() for x in (call.read_gate, call.write_gate))
@@ -156,7 +156,7 @@ class GLAProblem(Problem):
 
     def launch(self, kernel: Any, how: Launch, grid: tuple[int, ...], *arguments: Any, **changed: Any) -> None:
         own = constants(self.config, how, self.H // self.E, self.D, self.DV) | self.masks | changed
-        launch(kernel, grid, *arguments, call=self.number, num_warps=how.warps, num_stages=how.stages, **own)
+        launch(kernel, grid, *arguments, num_warps=how.warps, num_stages=how.stages, **own)
 
     def memories(self, count: int) -> Tensor:
         return self.new(count, self.E, self.D, self.DV)
@@ -196,8 +196,8 @@ def results(x: Call) -> tuple[Tensor, Tensor]:
     return scratch(x.q, B, T, H, DV, dtype=x.q.dtype), scratch(x.q, rows, E, D, DV)
 
 
-def forward(number: int, call: Call, o: Tensor, last: Tensor) -> None:
-    x = GLAProblem(number, call)
+def forward(call: Call, o: Tensor, last: Tensor) -> None:
+    x = GLAProblem(call)
     b = x.new(x.B, x.T, x.E, x.D)
     S, how = scan(x, x.k, x.v, x.write, b, x.S0, last, 1.0, False), x.config.mix
     x.launch(
@@ -206,9 +206,9 @@ def forward(number: int, call: Call, o: Tensor, last: Tensor) -> None:
     )  # fmt: skip
 
 
-def backward(number: int, call: Call, do: Tensor, dS1: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(call: Call, do: Tensor, dS1: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, g, the entering memory and both row gates."""
-    x, do = GLAProblem(number, call), dense(do)
+    x, do = GLAProblem(call), dense(do)
     b, dS0 = x.new(x.B, x.T, x.E, x.D), None if x.S0 is None else x.memories(x.layout.rows)
     S = scan(x, x.k, x.v, x.write, b, x.S0, None, 1.0, False)
     last = None if dS1 is None else dS1.float().contiguous()
@@ -263,7 +263,7 @@ def step_results(x: StepCall) -> tuple[Tensor, ...]:
     return (o, scratch(x.S, *x.S.shape)) if x.rows is None else (o,)
 
 
-def step(number: int, x: StepCall, o: Tensor, S1: Tensor | None = None) -> None:
+def step(x: StepCall, o: Tensor, S1: Tensor | None = None) -> None:
     """One token in one launch."""
     q, k, v, g, scale, padding, S, read, write, rows = x
     (B, _, H, D), DV, E = q.shape, v.shape[-1], g.shape[2]
@@ -274,7 +274,7 @@ def step(number: int, x: StepCall, o: Tensor, S1: Tensor | None = None) -> None:
     launch(
         gla_step_kernel, (-(-DV // BV), E, B), q, k, v, g, read, write, padding, rows, S, o, S if S1 is None else S1,
         scale, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-        0 if padding is None else padding.stride(0), S.stride(0), H, E, E // k.shape[2], call=number, num_warps=2,
+        0 if padding is None else padding.stride(0), S.stride(0), H, E, E // k.shape[2], num_warps=2,
         G=H // E, D=D, DV=DV, BD=BD, BV=BV,
     )  # fmt: skip
 

@@ -2,20 +2,19 @@
 
 An operator on the GPU reads like this, where the inputs alone decide all that is launched:
 
-    def run_forward(call, *inputs):
+    def run_forward(*inputs):
         x = scratch(inputs[0], 4, 64)
-        launch(kernel, grid, *arguments, call=call, num_warps=4, **constants)
+        launch(kernel, grid, *arguments, num_warps=4, **constants)
 
     forward = entry(run_forward)
 
-`entry` numbers its inputs by what compiled kernels depend on. When such inputs come again, a launch finds its kernel by
-that number, without what triton otherwise does to find it: most of a launch's time on the CPU. At first use all kernels
-of the operator compile at once, in threads.
+A launch finds its kernel by what triton compiles for, without what triton otherwise does to find it: most of a launch's
+time on the CPU. Lengths of any number find the same kernels. At first use all kernels of the operator compile at once,
+in threads.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -30,12 +29,10 @@ from torch import Tensor
 from ..layout import once
 from .triton_helpers import load_rows, triton
 
-# Calls and launches that were seen; past this number all are forgotten, so that lengths that never repeat cost little.
-REMEMBERED = 4096
-
-_calls: dict[Hashable, int] = {}
-_numbers = itertools.count()
+# Compiled kernels, and what follows their arguments, by what triton compiles for.
 _launches: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+# Of a kernel, which of its arguments are ints for which triton compiles once, whatever they are.
+_free: dict[int, tuple[bool, ...]] = {}
 _kinds: set[Hashable] = set()
 # Warnings about kernels that do not fit a GPU, each of which is given once.
 _warned: set[str] = set()
@@ -61,38 +58,20 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def entry(run: Callable[..., Any], *later: Callable[..., Any]) -> Callable[..., Any]:
-    """The implementation of an operator on its inputs' device: run(call, *inputs), with `call` for its launches.
+    """The implementation of an operator on its inputs' device: run(*inputs).
 
     At the first inputs of their dtypes, heads and dims the kernels of `run` are compiled in threads, and those of
     `later`, called like it, where an input wants a gradient.
     """
 
     def enter(*inputs: Any) -> Any:
-        identity = (run, *[_identity(x) for x in inputs])
         with torch.cuda.device_of(inputs[0]):
-            call = _calls.get(identity)
-            if call is None:
-                call = _number(identity)
-                if _first_of_kind(run, inputs):
-                    wanted = (run, *later) if any(isinstance(x, Tensor) and x.requires_grad for x in inputs) else (run,)
-                    _compile_ahead(*(partial(one, call, *inputs) for one in wanted))
-            return run(call, *inputs)
+            if _first_of_kind(run, inputs):
+                wanted = (run, *later) if any(isinstance(x, Tensor) and x.requires_grad for x in inputs) else (run,)
+                _compile_ahead(*(partial(one, *inputs) for one in wanted))
+            return run(*inputs)
 
     return enter
-
-
-def _identity(x: Any) -> Hashable:
-    """What kernels are compiled and arguments computed by; of a float only that it is one."""
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, x.requires_grad
-    return float if isinstance(x, float) else x
-
-
-def _number(identity: Hashable) -> int:
-    if len(_calls) > REMEMBERED or len(_launches) > REMEMBERED:
-        _calls.clear()
-        _launches.clear()
-    return _calls.setdefault(identity, next(_numbers))
 
 
 def _first_of_kind(run: Any, inputs: Sequence[Any]) -> bool:
@@ -106,33 +85,54 @@ def launch(
     kernel: Any,
     grid: tuple[int, ...],
     *arguments: Any,
-    call: int,
     num_warps: int,
     num_stages: int = 1,
     maxnreg: int | None = None,
     **constants: Any,
 ) -> None:
-    """kernel[grid](*arguments, **constants), fast when the same `call` (see `entry`) comes again.
+    """kernel[grid](*arguments, **constants), fast where triton has compiled it for such arguments.
 
-    `arguments` are those of the kernel that are not constexpr, in order. Its constexpr ones come last in its signature;
-    `constants` may hold more than those.
+    `arguments` are those of the kernel that are not constexpr, in order, the first a tensor. Its constexpr ones come last
+    in its signature; `constants` may hold more than those.
     """
-    # One call may launch a kernel twice with ints that differ, and triton compiles for an int that is 1 or even.
-    kinds = [x.dtype if isinstance(x, Tensor) else x if isinstance(x, int) else None for x in arguments]
-    key = call, id(kernel), num_warps, num_stages, *kinds, *constants.values()
+    collected = _collected.get()
+    key = (
+        id(kernel), num_warps, num_stages, maxnreg, arguments[0].device, *constants.values(),
+        *_compiled_for(kernel, arguments, collected is not None),
+    )  # fmt: skip
     if known := _launches.get(key):
+        if collected is not None:
+            return
         compiled, values = known
         compiled[(*grid, 1, 1)[:3]](*arguments, *values)
         return
     names = kernel.arg_names[len(arguments) :]
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     keywords = {name: constants[name] for name in names} | options
-    if (collected := _collected.get()) is not None:
+    if collected is not None:
         collected[key] = partial(_compile, kernel, grid, arguments, keywords, torch.cuda.current_device())
         return
     compiled = _fitting(lambda keywords: kernel[grid](*arguments, **keywords), keywords, kernel.__name__)
     if compiled is not None:  # the interpreter compiles nothing
         _launches[key] = compiled, tuple(constants[name] for name in names)
+
+
+def _compiled_for(kernel: Any, arguments: tuple[Any, ...], collected: bool) -> list[Hashable]:
+    """What triton compiles for: dtypes, whether memory begins at a multiple of 16 bytes (not of memory that is not there,
+    where launches are collected), and whether an int is 1 or a multiple of 16."""
+    free = _free.get(id(kernel))
+    if free is None:
+        free = _free[id(kernel)] = tuple(one.do_not_specialize for one in getattr(kernel, "params", ()))
+    found: list[Hashable] = []
+    for x, every in zip(arguments, free or (False,) * len(arguments), strict=False):
+        if isinstance(x, Tensor):
+            found.append((x.dtype, collected or x.data_ptr() % 16 == 0))
+        elif isinstance(x, int):
+            wide = not -(1 << 31) <= x < 1 << 31
+            found.append(wide if every else 1 if x == 1 else (x % 16 == 0, wide))
+        else:
+            found.append(None if x is None else float)
+    return found
 
 
 def _fitting(run: Callable[[dict[str, Any]], Any], keywords: dict[str, Any], name: str) -> Any:
@@ -190,11 +190,11 @@ def _compile(kernel: Any, grid: Any, arguments: tuple[Any, ...], keywords: dict[
 
 
 class Problem:
-    """One call of an operator, and what every launch derives from it; `number` is what `entry` gives it."""
+    """One call of an operator, and what every launch derives from it."""
 
-    def __init__(self, number: int, call: Any) -> None:
+    def __init__(self, call: Any) -> None:
         """`call` begins with q [B,T,H,D], k and v [B,T,E,Dv]."""
-        self.number, self.call = number, call
+        self.call = call
         self.q, self.k, self.v = (dense(x) for x in call[:3])
         (self.B, self.T, self.H, self.D), self.DV = call.q.shape, call.v.shape[-1]
 

@@ -4,8 +4,8 @@ A mechanism describes an operator by the NamedTuple of its inputs, whose annotat
 on it, x:
 
     results(x)                          room for the outputs; on fake tensors the whole of what torch.compile asks
-    forward(call, x, *outputs)          launches that fill them
-    backward(call, x, *gradients, *kept outputs)    gradients of the leaves, anything where an input is None
+    forward(x, *outputs)          launches that fill them
+    backward(x, *gradients, *kept outputs)    gradients of the leaves, anything where an input is None
     flops(x of shapes)                  multiply-adds of forward and backward, counted twice
 """
 
@@ -26,7 +26,7 @@ from .launch import entry, scratch
 KINDS = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 # References: torch removes a library's operators when the library is collected.
 _libraries: list[torch.library.Library] = []
-# Operator -> its host side, run(call, *inputs), which makes room and launches: to look at both without a GPU.
+# Operator -> its host side, run(*inputs), which makes room and launches: to look at both without a GPU.
 HOSTS: dict[str, Callable[..., Any]] = {}
 
 
@@ -75,10 +75,10 @@ def operator(
     library = torch.library.Library(namespace, "FRAGMENT")
     _libraries.append(library)
 
-    def run(call: int, *values: Any) -> Any:
+    def run(*values: Any) -> Any:
         x = arguments(*values)
         made = results(x)
-        forward(call, x, *made)
+        forward(x, *made)
         return _plain(made)
 
     def fake(*values: Any) -> Any:
@@ -96,13 +96,13 @@ def operator(
     saved, first = [(wanted + free).index(x) for x in kept.split()], len(asked) + len(wanted)
     end = first + len(fields)
 
-    def rehearse(call: int, *values: Any) -> None:
+    def rehearse(*values: Any) -> None:
         """Run the backward pass on placeholder gradients, only to collect its kernels for compilation."""
         x = arguments(*values)
         made = results(x)
         demands = (x[i] is not None and x[i].requires_grad for i in of_asked)
         sent = (made[i] if i < usual else None for i in range(len(wanted)))
-        back(call, x, *sent, *demands, *(made[i] for i in saved))
+        back(x, *sent, *demands, *(made[i] for i in saved))
 
     def differentiated(values: tuple[Any, ...]) -> list[Tensor | None]:
         """The leaves, None where a gradient is not wanted."""
@@ -112,9 +112,9 @@ def operator(
                 found[of_leaves.index(i)] = None
         return found
 
-    def run_back(call: int, *values: Any) -> Any:
+    def run_back(*values: Any) -> Any:
         x = arguments(*values[first:end])
-        pairs = zip(back(call, x, *values[:first], *values[end:]), differentiated(values), strict=True)
+        pairs = zip(back(x, *values[:first], *values[end:]), differentiated(values), strict=True)
         return _plain([scratch(x[0], 0) if y is None else _like(dy, y) for dy, y in pairs])
 
     def fake_back(*values: Any) -> Any:

@@ -22,10 +22,11 @@ except ImportError:  # a machine without triton imports this file and keeps to t
 
 
 def jit(kernel: Callable[..., None]) -> Any:
-    """triton.jit, or the function itself where there is no triton. T, N and P vary too much to compile for each."""
+    """triton.jit, or the function itself where there is no triton. Sizes that a kernel marks as int vary too much to
+    compile for each that is 1 or a multiple of 16."""
     if triton is None:
         return kernel
-    sizes = [name for name in ("T", "N", "P") if name in kernel.__annotations__]
+    sizes = [name for name, kind in kernel.__annotations__.items() if kind in (int, "int")]
     return triton.jit(kernel, do_not_specialize=sizes)
 
 

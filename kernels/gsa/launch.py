@@ -54,12 +54,14 @@ class Call(NamedTuple):
 
 
 class GSAProblem(Problem):
-    def __init__(self, number: int, call: Call) -> None:
-        super().__init__(number, call)
+    def __init__(self, call: Call, *, back: bool = False) -> None:
+        """`back`: for the backward pass, which takes sequences laid end to end by forward.py's and backward.py's kernels."""
+        super().__init__(call)
         self.g, self.scale, self.segments = call.g.contiguous(), call.scale, call.segments
         self.start = [None if x is None else x.float().contiguous() for x in (call.K0, call.V0)]
         (self.E, self.M), self.config = call.g.shape[2:], configure(call.q, call.v, call.g)
-        self.swept = sweeps(self)
+        self.swept = sweeps(self) and not (back and call.cu is not None)
+        self.each = self.swept and call.cu is not None  # sequences are the pieces of a row
         if self.swept and self.config.sweep_chunk_size:
             self.config = self.config._replace(chunk_size=self.config.sweep_chunk_size)
         self.layout = lay_out(call.q, call.cu, self.config.chunk_size)
@@ -82,7 +84,8 @@ class GSAProblem(Problem):
             "BD": c.block_d,
             "BDV": c.block_dv,
             "VARLEN": self.layout.per_chunk is not None,
-            "SEGMENTS": self.segments is not None,
+            "SEGMENTS": self.segments is not None or self.each,
+            "EACH": self.each,
             "RANGE": c.range,
             "STACK": self.stack,
             "HOLD": c.hold,
@@ -90,7 +93,7 @@ class GSAProblem(Problem):
         }
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 0, **changed: Any) -> None:
-        launch(kernel, grid, *arguments, call=self.number, num_warps=warps or self.config.warps,
+        launch(kernel, grid, *arguments, num_warps=warps or self.config.warps,
                **(self.constants | changed if changed else self.constants))  # fmt: skip
 
     def memory_pair(self, count: int) -> tuple[Tensor, Tensor]:
@@ -157,8 +160,8 @@ def results(x: Call) -> tuple[Tensor, Tensor, Tensor]:
     return scratch(x.q, B, T, H, DV, dtype=x.q.dtype), K1, V1
 
 
-def forward(number: int, call: Call, o: Tensor, K1: Tensor, V1: Tensor) -> None:
-    x = GSAProblem(number, call)
+def forward(call: Call, o: Tensor, K1: Tensor, V1: Tensor) -> None:
+    x = GSAProblem(call)
     if x.swept:
         _sweep_forward(Sweep(x), o, K1, V1)
         return
@@ -170,10 +173,10 @@ def forward(number: int, call: Call, o: Tensor, K1: Tensor, V1: Tensor) -> None:
 
 
 def backward(
-    number: int, call: Call, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
+    call: Call, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, g and of the entering memories."""
-    x, do = GSAProblem(number, call), dense(do)
+    x, do = GSAProblem(call, back=True), dense(do)
     if x.swept:
         return _sweep_backward(Sweep(x), do, dK1, dV1)
     m, side_by_side = memories(x, [None, None]), x.config.warps * x.stack
@@ -231,8 +234,8 @@ def sweeps(x: GSAProblem) -> bool:
     c = x.config
     if c.sweep_from > x.B * x.T * x.E:
         return False
-    whole = x.call.cu is None and (x.call.segments is None or x.call.chunks is not None)
-    plain = whole and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
+    known = x.call.segments is None or x.call.chunks is not None
+    plain = known and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
     return plain and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
 
 
@@ -269,22 +272,39 @@ def tables(documents: Tensor, C: int) -> tuple[Tensor, Tensor]:
     return chunks.int(), first.int()
 
 
+def tables_of(cu: Tensor, T: int, C: int) -> tuple[Tensor, Tensor]:
+    """`tables` of sequences that begin at `cu` [S+1], each with a memory of its own; and of each sequence the chunks that
+    begin before it, then for the rest of [1,N+1] all of them, where N chunks are the most that there can be."""
+    S, cu = len(cu) - 1, cu.long()
+    ends = F.pad(((cu[1:] - cu[:-1] + C - 1) // C).cumsum(0), (1, 0))
+    index = torch.arange(T + 2, device=cu.device)
+    row = (torch.searchsorted(ends, index, right=True) - 1).clamp(max=S - 1)
+    chunks = 2 * torch.where(index < ends[-1], cu[row] + (index - ends[row]) * C, cu[-1])
+    first = torch.cat([ends, ends[-1:].expand(T // C)])
+    return chunks.int()[None], first.int()[None]
+
+
 class Sweep:
     """A call whose programs walk along rows, and its factors (sweep.py). Rows are cut into P pieces of L chunks; beside
-    documents a piece has the chunks that begin within L * C tokens."""
+    documents a piece has the chunks that begin within L * C tokens. Sequences are pieces of one chunk in that sense."""
 
     def __init__(self, x: GSAProblem) -> None:
         self.x, c = x, x.config
         N, heads = x.layout.chunks, x.B * x.E
         self.read, self.mix, self.keys, self.gates = c.sweep
-        self.L = -(-N // max(1, min(N, c.sweep_programs // heads)))
-        self.P = -(-N // self.L)
+        self.tables: tuple[Tensor | None, Tensor | None] = x.call.chunks, x.call.first
+        if x.call.cu is None:
+            self.L = -(-N // max(1, min(N, c.sweep_programs // heads)))
+            self.P = -(-N // self.L)
+        else:
+            cu = x.call.cu
+            self.L, self.P = 1, len(cu) - 1
+            self.tables = once(cu, ("sweep", x.T, c.chunk_size), lambda: tables_of(cu, x.T, c.chunk_size))
         self.counts = x.T, N, self.L, self.P, x.E
         self.share = x.E // x.k.shape[2]
         self.d, self.W = x.new(x.B, x.T, x.E, x.M), self.factor()
-        self.tables = x.call.chunks, x.call.first
         # A row of documents has more chunks than N, and at most one for each token.
-        room, done = (N, N) if x.segments is None else (x.T, 2 * N)
+        room, done = (N, N) if self.tables[0] is None else (x.T, 2 * N)
         steps = x.new(x.B, room, x.E, dtype=torch.int32).fill_(x.config.chunk_size)
         strong = x.new(x.B, x.E, dtype=torch.int32).zero_()
         second = min(N, max(1, SECOND // heads))
@@ -328,7 +348,8 @@ class Sweep:
 
 def _sweep_forward(s: Sweep, o: Tensor, K1: Tensor, V1: Tensor) -> None:
     """As `forward`."""
-    x, cut = s.x, s.P > 1
+    x = s.x
+    cut = s.P > 1 and not x.each
     m, (K, V) = s.entering(cut)
     if m is not None:
         scan(x, m.decay, m.K, m.V, x.start, [K1, V1], reverse=False, pieces=s.P)
@@ -427,7 +448,7 @@ def step_results(x: StepCall) -> tuple[Tensor, ...]:
     return (o, *state) if x.rows is None else (o,)
 
 
-def step(number: int, x: StepCall, o: Tensor, *after: Tensor) -> None:
+def step(x: StepCall, o: Tensor, *after: Tensor) -> None:
     """One token in one launch."""
     q, k, v, g, scale, padding, K, V, seen, rows = x
     (B, _, H, D), DV, (E, M) = q.shape, v.shape[-1], g.shape[2:]
@@ -436,7 +457,7 @@ def step(number: int, x: StepCall, o: Tensor, *after: Tensor) -> None:
     launch(
         step_kernel, (E, B), q, k, v, g, padding, rows, *state, o, *(after or state), scale, q.stride(0), q.stride(2),
         k.stride(0), k.stride(2), v.stride(0), v.stride(2), g.stride(0), 0 if padding is None else padding.stride(0),
-        *(y.stride(0) for y in state), H, E, E // k.shape[2], call=number, num_warps=c.step_warps, M=M, D=D, DV=DV,
+        *(y.stride(0) for y in state), H, E, E // k.shape[2], num_warps=c.step_warps, M=M, D=D, DV=DV,
         BM=c.block_m, BX=c.step_columns, BG=width(H // E), PADDED=padding is not None or rows is not None,
         PREC=c.precision,
     )  # fmt: skip

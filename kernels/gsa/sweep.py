@@ -252,7 +252,7 @@ def carry_step(p_y, p_w, p_g, p_d, b_S, b_decay, at, rows, fresh, o_c, o_m, o_x,
 
 @jit
 def carry_kernel(p_k, p_v, p_wk, p_wv, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V,
-                 p_decay, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr,
+                 p_decay, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T: int, N: int, L: int, P: int, E, SHARE, M: tl.constexpr,
                  D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, REVERSE: tl.constexpr,
                  SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """What a piece adds to both memories, and its decay [slots,E,M], in slot `piece + 1`, as states_kernel writes them.
@@ -316,14 +316,15 @@ def read_step(p_x, p_y, p_W, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_
 
 @jit
 def read_kernel(p_q, p_k, p_do, p_v, p_W, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_K, p_V, p_K1, p_V1,
-                p_l, p_dp, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, T: int, N: int, L, P,
-                E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
-                CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
-                PREC: tl.constexpr):  # fmt: skip
+                p_l, p_dp, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, T: int, N: int, L: int,
+                P: int, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
+                CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr, EACH: tl.constexpr, SEGMENTS: tl.constexpr,
+                STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """First pass: l~ = e^{-d} K_t q_t, or with program_id(2) the same of dp = V_t do_t, [B,T,E,M].
 
     CUT: the memories that enter the pieces are in p_K and p_V, else (START) the one that enters the row. LAST: what
-    leaves the row goes to p_K1 and p_V1. Grid (P * SPLIT, B*E, 1 or 2).
+    leaves the row goes to p_K1 and p_V1. EACH: the pieces of the one row are sequences, each with a memory that enters
+    and one that leaves. Grid (P * SPLIT, B*E, 1 or 2).
     """
     i_x, i_p, i_b, i_e, first, end = place(p_first, N, L, P, SPLIT, E, SEGMENTS)
     if (tl.load(p_strong + i_b * E + i_e) > 0) != STEPS:
@@ -351,12 +352,12 @@ def read_kernel(p_q, p_k, p_do, p_v, p_W, p_g, p_d, p_n, p_strong, p_chunks, p_f
             b_S = read_step(p_x, p_y, p_W, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_d, s_xt, s_yt,
                             i_b, i_e, T, E, M, SEGMENTS, PREC)  # fmt: skip
     if LAST:  # noqa: SIM102
-        if i_p == P - 1:
-            store_tile(p_S1 + (i_b * E + i_e) * (M * D), b_S, o_m, o_d, D, M)
+        if EACH or i_p == P - 1:
+            store_tile(p_S1 + ((i_b + i_p if EACH else i_b) * E + i_e) * (M * D), b_S, o_m, o_d, D, M)
 
 
 @jit
-def attend_kernel(p_l, p_dp, p_d, p_p, p_dl, p_db, scale, count, M: tl.constexpr,
+def attend_kernel(p_l, p_dp, p_d, p_p, p_dl, p_db, scale, count: int, M: tl.constexpr,
                   R: tl.constexpr, BACKWARD: tl.constexpr):  # fmt: skip
     """p~ = e^{d} softmax(scale l); BACKWARD: scale dl~ and p dp + l dl, too. All [tokens*E,M].
 
@@ -400,9 +401,9 @@ def mix_step(p_y, p_w, p_W, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x
 
 @jit
 def mix_kernel(p_y, p_w, p_W, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_S, p_S1, p_out, s_yb,
-               s_yt, s_yh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+               s_yt, s_yh, T: int, N: int, L: int, P: int, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
                BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, START: tl.constexpr, LAST: tl.constexpr,
-               SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
+               EACH: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """Second pass, a part of the columns of S_t^T w_t [B,T,E,D]: o where w = p~ and y = v, dq where w = dl~ and y = k.
 
     Grid (P * SPLIT, B*E).
@@ -428,8 +429,8 @@ def mix_kernel(p_y, p_w, p_W, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_S, p
             b_S = mix_step(p_y, p_w, p_W, p_g, p_d, p_out, b_S, at, rows, fresh, o_c, o_m, o_x, s_yt,
                            i_b, i_e, T, E, M, D, SEGMENTS, PREC)  # fmt: skip
     if LAST:  # noqa: SIM102
-        if i_p == P - 1:
-            store_tile(p_S1 + (i_b * E + i_e) * (M * D), b_S, o_m, o_x, D, M)
+        if EACH or i_p == P - 1:
+            store_tile(p_S1 + ((i_b + i_p if EACH else i_b) * E + i_e) * (M * D), b_S, o_m, o_x, D, M)
 
 
 # ---------------------------------------------------------------- back along the row
@@ -455,7 +456,7 @@ def keys_step(p_x, p_w, p_W, p_g, p_d, p_dy, b_dS, at, rows, fresh, o_c, o_m, o_
 
 @jit
 def keys_kernel(p_do, p_q, p_p, p_dl, p_W, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_dV,
-                p_dK, p_dV0, p_dK0, p_dv, p_dk, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, T: int, N: int, L, P, E,
+                p_dK, p_dV0, p_dK0, p_dv, p_dk, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, T: int, N: int, L: int, P: int, E,
                 M: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr,
                 CUT: tl.constexpr, LAST: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
     """A part of the columns of dv, or with program_id(2) of dk, [B,T,E,D]. Grid (P * SPLIT, B*E, 2).
@@ -517,7 +518,7 @@ def gates_step(p_x, p_y, p_w, p_g, p_d, p_ds, b_dS, at, rows, fresh, o_c, o_m, o
 @jit
 def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_dl, p_g, p_d, p_n, p_strong, p_chunks, p_first, p_V,
                  p_K, p_dV, p_dK, p_dsv, p_dsk, p_tail, s_ob, s_ot, s_oh, s_qb, s_qt, s_qh, s_vb, s_vt, s_vh, s_kb,
-                 s_kt, s_kh, T: int, N: int, L, P, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+                 s_kt, s_kh, T: int, N: int, L: int, P: int, E, SHARE, M: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
                  BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr, SEGMENTS: tl.constexpr, STEPS: tl.constexpr,
                  PREC: tl.constexpr):  # fmt: skip
     """ds~ [B,T,E,M] of the values, or with program_id(2) of the keys; where rows are cut, S.dS at the end of a piece
@@ -554,7 +555,7 @@ def gates_kernel(p_do, p_q, p_v, p_k, p_p, p_dl, p_g, p_d, p_n, p_strong, p_chun
 
 
 @jit
-def sums_kernel(p_dsv, p_dsk, p_db, p_g, p_d, p_W, p_tail, p_dg, p_chunks, p_first, T: int, N: int, L, P, E,
+def sums_kernel(p_dsv, p_dsk, p_db, p_g, p_d, p_W, p_tail, p_dg, p_chunks, p_first, T: int, N: int, L: int, P: int, E,
                 M: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, SPLIT: tl.constexpr, CUT: tl.constexpr,
                 SEGMENTS: tl.constexpr):  # fmt: skip
     """dg_t = sum_{j>=t} (p dp + l dl - s ds)_j + S_end.dS_end - e^g ds, for BX slots. Grid (P * SPLIT, B*E)."""

@@ -137,18 +137,18 @@ def _made(x: Call) -> tuple[Call, tuple[int, int, int], dict[str, Any]]:
     return Call(x.f.contiguous(), x.damping, *dense), sizes, constants
 
 
-def _forward(call: int, x: Call, g: Tensor) -> None:
+def _forward(x: Call, g: Tensor) -> None:
     (f, damping, strength, place), sizes, constants = _made(x)
     grid = triton.cdiv(sizes[0], ROWS), triton.cdiv(constants["COLUMNS"], constants["BX"])
-    launch(forward_kernel, grid, f, strength, place, g, damping, *sizes, call=call, num_warps=4, **constants)
+    launch(forward_kernel, grid, f, strength, place, g, damping, *sizes, num_warps=4, **constants)
 
 
-def _backward(call: int, x: Call, dg: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(x: Call, dg: Tensor) -> tuple[Tensor, Tensor]:
     """df, and the gradient of the strength."""
     (f, damping, strength, place), sizes, constants = _made(x)
     grid = triton.cdiv(sizes[0], ROWS_BACK), triton.cdiv(constants["COLUMNS"], constants["BX"])
     df, ds = scratch(f, *f.shape, dtype=f.dtype), scratch(f, grid[0], *f.shape[2:])
-    launch(backward_kernel, grid, dg.contiguous(), f, strength, place, df, ds, damping, *sizes, call=call, num_warps=4,
+    launch(backward_kernel, grid, dg.contiguous(), f, strength, place, df, ds, damping, *sizes, num_warps=4,
            ROWS=ROWS_BACK, **constants)  # fmt: skip
     return df, ds if strength is None else ds.sum(0)[:, : sizes[2]]
 

@@ -211,14 +211,14 @@ def _features(x: Call) -> list[Tensor]:
     return [scratch(x.y, *x.y.shape[:3], _size(x), dtype=x.y.dtype)]
 
 
-def _forward(call: int, x: Call, features: Tensor) -> None:
+def _forward(x: Call, features: Tensor) -> None:
     tensors, sizes = _inputs(x)
     grid = triton.cdiv(sizes[0], TILE * TILES), sizes[2]
-    launch(forward_kernel, grid, *tensors, features, x.scale, _factor(x), *sizes, call=call, num_warps=4, TILES=TILES,
+    launch(forward_kernel, grid, *tensors, features, x.scale, _factor(x), *sizes, num_warps=4, TILES=TILES,
            **_constants(x))  # fmt: skip
 
 
-def _backward(call: int, x: Call, df: Tensor) -> tuple[Tensor, ...]:
+def _backward(x: Call, df: Tensor) -> tuple[Tensor, ...]:
     """dy, dW and db."""
     tensors, sizes = _inputs(x)
     rows, H, D = sizes[0], sizes[2], x.y.shape[-1]
@@ -226,7 +226,7 @@ def _backward(call: int, x: Call, df: Tensor) -> tuple[Tensor, ...]:
     grid = triton.cdiv(rows, TILE * tiles), H
     dy, dw = scratch(x.y, *x.y.shape, dtype=x.y.dtype), scratch(x.y, grid[0], H, D, D)
     db = scratch(x.y, grid[0], H, D if x.bias is not None else 0)
-    launch(backward_kernel, grid, df.contiguous(), *tensors, dy, dw, db, x.scale, _factor(x), *sizes, tiles, call=call,
+    launch(backward_kernel, grid, df.contiguous(), *tensors, dy, dw, db, x.scale, _factor(x), *sizes, tiles,
            num_warps=4, **_constants(x))  # fmt: skip
     return dy, dw.mT.sum(0), db.sum(0)
 

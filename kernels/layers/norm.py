@@ -195,20 +195,20 @@ def _inputs(x: Call) -> tuple[list[Tensor | None], tuple[Any, ...], dict[str, An
     return tensors, (1.0 / D if x.mean else 1.0, x.eps, B * T, T, H, *y.stride()[:3]), constants
 
 
-def _forward(call: int, x: Call, out: Tensor) -> None:
+def _forward(x: Call, out: Tensor) -> None:
     tensors, numbers, constants = _inputs(x)
     grid = triton.cdiv(numbers[2], constants["BR"]), x.y.shape[2]
-    launch(forward_kernel, grid, *tensors, out, *numbers, call=call, num_warps=4, **constants)
+    launch(forward_kernel, grid, *tensors, out, *numbers, num_warps=4, **constants)
 
 
-def _backward(call: int, x: Call, do: Tensor) -> tuple[Tensor, ...]:
+def _backward(x: Call, do: Tensor) -> tuple[Tensor, ...]:
     """dy, dw and dr."""
     tensors, numbers, constants = _inputs(x)
     _, _, H, D = x.y.shape
     grid = triton.cdiv(numbers[2], constants["BR"] * TILES), H
     dy, dw = scratch(x.y, *x.y.shape, dtype=x.y.dtype), scratch(x.y, grid[0], H, 0 if x.weight is None else D)
     dgate = scratch(x.y, *((0,) if x.gate is None else x.gate.shape))
-    launch(backward_kernel, grid, do.contiguous(), *tensors, dy, dw, dgate, *numbers, call=call, num_warps=4,
+    launch(backward_kernel, grid, do.contiguous(), *tensors, dy, dw, dgate, *numbers, num_warps=4,
            **constants)  # fmt: skip
     return dy, dw.sum(0), dgate
 

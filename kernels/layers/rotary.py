@@ -115,7 +115,7 @@ class Call(NamedTuple):
     back: bool
 
 
-def _forward(call: int, x: Call, out: Tensor) -> None:
+def _forward(x: Call, out: Tensor) -> None:
     (B, T, H, F), D = x.y.shape, x.dim
     y, cos, sin = dense(x.y), dense(x.cos), dense(x.sin)
     BD = triton.next_power_of_2(D - D // 2)
@@ -123,13 +123,13 @@ def _forward(call: int, x: Call, out: Tensor) -> None:
     steps = [step for part in (cos, sin) for step in (part.stride(0) if part.shape[0] > 1 else 0, part.stride(1))]
     grid = triton.cdiv(B * T, BR), H * (F // D)
     launch(rotary_kernel, grid, y, cos, sin, out, -1.0 if x.back else 1.0, B * T, T, H, *y.stride()[:3], *steps,
-           min(cos.shape[-1], D // 2), call=call, num_warps=4, D=D, F=F, BR=BR, BD=BD)  # fmt: skip
+           min(cos.shape[-1], D // 2), num_warps=4, D=D, F=F, BR=BR, BD=BD)  # fmt: skip
 
 
-def _backward(call: int, x: Call, do: Tensor) -> tuple[Tensor]:
+def _backward(x: Call, do: Tensor) -> tuple[Tensor]:
     """dy."""
     dy = scratch(x.y, *x.y.shape, dtype=x.y.dtype)
-    _forward(call, Call(do.contiguous(), x.cos, x.sin, x.dim, not x.back), dy)
+    _forward(Call(do.contiguous(), x.cos, x.sin, x.dim, not x.back), dy)
     return (dy,)
 
 

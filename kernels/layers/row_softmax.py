@@ -78,21 +78,21 @@ class Call(NamedTuple):
     triangle: bool
 
 
-def _run(kernel: Any, call: int, x: Call, out: Tensor, *tensors: Tensor) -> None:
+def _run(kernel: Any, x: Call, out: Tensor, *tensors: Tensor) -> None:
     H, N = out.shape[-1], out.numel() // out.shape[-1]
     BH = triton.next_power_of_2(H)
     BR = max(1, 2048 // BH)
-    launch(kernel, (triton.cdiv(N, BR),), *tensors, out, x.factor, N, call=call, num_warps=4, H=H, BR=BR, BH=BH,
+    launch(kernel, (triton.cdiv(N, BR),), *tensors, out, x.factor, N, num_warps=4, H=H, BR=BR, BH=BH,
            TRIANGLE=x.triangle)  # fmt: skip
 
 
-def _forward(call: int, x: Call, w: Tensor) -> None:
-    _run(forward_kernel, call, x, w, x.scores.contiguous())
+def _forward(x: Call, w: Tensor) -> None:
+    _run(forward_kernel, x, w, x.scores.contiguous())
 
 
-def _backward(call: int, x: Call, dw: Tensor, w: Tensor) -> list[Tensor]:
+def _backward(x: Call, dw: Tensor, w: Tensor) -> list[Tensor]:
     ds = scratch(w, *w.shape, dtype=x.scores.dtype)
-    _run(backward_kernel, call, x, ds, dw.contiguous(), w)
+    _run(backward_kernel, x, ds, dw.contiguous(), w)
     return [ds]
 
 

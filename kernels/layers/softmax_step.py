@@ -95,7 +95,7 @@ def results(x: StepCall) -> tuple[Tensor]:
     return (scratch(x.q, x.q.shape[0], 1, x.q.shape[1], x.values.shape[-1], dtype=x.values.dtype),)
 
 
-def forward(number: int, x: StepCall, o: Tensor) -> None:
+def forward(x: StepCall, o: Tensor) -> None:
     """The pieces, and the launch that joins them."""
     (B, H, _, D), (_, E, _, DV), P = x.q.shape, x.values.shape, x.pieces
     q, keys, values = (dense(y) for y in x[:3])
@@ -106,11 +106,11 @@ def forward(number: int, x: StepCall, o: Tensor) -> None:
     launch(
         pieces_kernel, (P, E, B), q, keys, values, x.real, x.filled, part, top, total, x.scale, q.stride(0), q.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-        x.real.stride(0), H, E, call=number, num_warps=4, num_stages=2, D=D, DV=DV, BG=BG, BD=width(D), BV=width(DV),
+        x.real.stride(0), H, E, num_warps=4, num_stages=2, D=D, DV=DV, BG=BG, BD=width(D), BV=width(DV),
         BN=max(16, min(most, TILE // (q.element_size() * wide))), PC=P, LOG2E=LOG2E, LOWEST=LOWEST,
         PREC="ieee" if interpreted() else "bf16x6" if q.dtype == torch.float32 else "bf16x3",
     )  # fmt: skip
-    launch(join_kernel, (B * H,), part, top, total, o, call=number, num_warps=4, DV=DV, BV=width(DV), PC=P)
+    launch(join_kernel, (B * H,), part, top, total, o, num_warps=4, DV=DV, BV=width(DV), PC=P)
 
 
 NAMESPACE = own_namespace(__name__, "softmax_step")

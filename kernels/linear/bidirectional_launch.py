@@ -30,9 +30,9 @@ class Both(NamedTuple):
 class BothProblem(LinearProblem):
     """A call where every token sees all others."""
 
-    def __init__(self, number: int, x: Both) -> None:
+    def __init__(self, x: Both) -> None:
         call = *x[:5], None, None, None, 1.0, x.unit, x.precision, None, x.padding, None, None, True
-        super().__init__(number, Call(*call))
+        super().__init__(Call(*call))
 
     def _cut(self) -> tuple[ChunkLayout, int]:
         c = self.config
@@ -77,8 +77,8 @@ def results(x: Both) -> tuple[Tensor, ...]:
     return scratch(x.q, B, T, H, DV, dtype=x.q.dtype), scratch(x.q, B, T, H), lengths, scratch(x.q, B, E, W)
 
 
-def forward(number: int, call: Both, o: Tensor, g: Tensor, rq: Tensor, S: Tensor) -> None:
-    x = BothProblem(number, call)
+def forward(call: Both, o: Tensor, g: Tensor, rq: Tensor, S: Tensor) -> None:
+    x = BothProblem(call)
     rk = x.new(x.B, x.E if call.unit else 0, x.T)
     find_lengths(x, rk)
     x.total(x.k, x.v, (None, None), rk, S, False)
@@ -87,11 +87,11 @@ def forward(number: int, call: Both, o: Tensor, g: Tensor, rq: Tensor, S: Tensor
 
 
 def backward(
-    number: int, call: Both, do: Tensor, dg: Tensor | None, want_a: bool, want_b: bool, o: Tensor, g: Tensor, rq: Tensor,
+    call: Both, do: Tensor, dg: Tensor | None, want_a: bool, want_b: bool, o: Tensor, g: Tensor, rq: Tensor,
     S: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, a and b."""
-    x, do, slopes = BothProblem(number, call), dense(do), want_a or want_b
+    x, do, slopes = BothProblem(call), dense(do), want_a or want_b
     dg = None if dg is None else dg.contiguous()
     coefficients = x.new(x.B, x.H, x.T), x.new(x.B, x.H, x.T)
     along = x.new(-(-x.D // x.config.read.block) * slopes, x.B, x.T, x.H)

@@ -265,8 +265,8 @@ def count_memories(x: Call) -> int:
 
 
 class LinearProblem(Problem):
-    def __init__(self, number: int, call: Call) -> None:
-        super().__init__(number, call)
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
         self.Hkv, self.E = call.k.shape[2], count_memories(call)
         self.config = configure(call.q, call.v, call.precision, call.a is not None)
         self.normalised = call.a is not None
@@ -349,7 +349,6 @@ class LinearProblem(Problem):
             "SPLIT": split,
             "PREC": self.config.precision,
             "STAGES": tiles.stages,
-            "call": self.number,
             "num_warps": tiles.warps,
         }
 
@@ -406,7 +405,7 @@ def find_lengths(x: LinearProblem, r: Tensor) -> None:
     """Of k, inverse, where its unit vectors are wanted: into r [B,E,T]."""
     if x.call.unit:
         launch(
-            lengths_kernel, (-(-x.T // 32), x.B * x.E), x.k, r, *strides(x.k), x.T, x.E, x.E // x.Hkv, call=x.number,
+            lengths_kernel, (-(-x.T // 32), x.B * x.E), x.k, r, *strides(x.k), x.T, x.E, x.E // x.Hkv,
             num_warps=4, D=x.D, BD=width(x.D), R=32,
         )  # fmt: skip
 
@@ -426,9 +425,9 @@ def results(x: Call) -> tuple[Tensor, ...]:
     )
 
 
-def forward(number: int, call: Call, o: Tensor, g: Tensor, last: Tensor, rq: Tensor, rk: Tensor, S: Tensor,
+def forward(call: Call, o: Tensor, g: Tensor, last: Tensor, rq: Tensor, rk: Tensor, S: Tensor,
             n: Tensor) -> None:  # fmt: skip
-    x = LinearProblem(number, call)
+    x = LinearProblem(call)
     find_lengths(x, rk)
     if x.walks:
         states = (S, n) if call.keep else (None, None)
@@ -446,12 +445,12 @@ def forward(number: int, call: Call, o: Tensor, g: Tensor, last: Tensor, rq: Ten
 
 
 def backward(
-    number: int, call: Call, do: Tensor, dg: Tensor | None, dlast: Tensor | None, want_a: bool, want_b: bool,
+    call: Call, do: Tensor, dg: Tensor | None, dlast: Tensor | None, want_a: bool, want_b: bool,
     want_decay: bool, o: Tensor, g: Tensor, rq: Tensor, rk: Tensor, S: Tensor, n: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of q, k, v, a, b, log_decay, of both gates and of the entering memories."""
     slopes, dg = want_a or want_b, dg if call.a is not None else None
-    x, do = LinearProblem(number, call), dense(do)
+    x, do = LinearProblem(call), dense(do)
     dg = None if dg is None else dg.contiguous()
     tiles = x.config.gradients
     if x.call.unit:  # lengths want whole rows
@@ -462,7 +461,7 @@ def backward(
         rg, delta = x.new(x.B, x.H, x.T), x.new(x.B, x.H, x.T)
         launch(
             delta_kernel, (-(-x.T // 32), x.B * x.H), o, do, g, dg, rg, delta, x.real, *strides(o, do), x.T, x.H,
-            call=number, num_warps=4, DV=x.DV, BV=c["BDV"], R=32, MASS=dg is not None, PADDED=x.real is not None,
+            num_warps=4, DV=x.DV, BV=c["BDV"], R=32, MASS=dg is not None, PADDED=x.real is not None,
             GUARD=GUARD,
         )  # fmt: skip
     dfirst = None if x.first is None else x.new(x.rows, x.E, x.W)
@@ -538,7 +537,7 @@ def step_results(x: StepCall) -> tuple[Tensor, ...]:
     return o, scratch(x.q, *x.q.shape[:3]), *after
 
 
-def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None:
+def step(x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None:
     """One token in one launch; in two where sums of keys lie in a pool."""
     q, k, v, a, b, log_decay, read, write, scale, unit, padding, *state, rows = x
     (B, _, H, D), DV, E = q.shape, v.shape[-1], x.S.shape[1]
@@ -553,7 +552,7 @@ def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None
     launch(
         step_kernel, (E * -(-DV // BZ), B), q, k, v, *state, o, g, *(after or state), *numbers, lam, *gates, real,
         rows, scale, q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-        0 if real is None else real.stride(0), *steps, H, E, E // k.shape[2], call=number, num_warps=4,
+        0 if real is None else real.stride(0), *steps, H, E, E // k.shape[2], num_warps=4,
         NORM=a is not None,
         UNIT=unit, D=D, DV=DV, BD=BD, BZ=BZ, G=H // E, DECAY=lam is not None, READ=read is not None,
         WRITE=write is not None, PADDED=real is not None, GUARD=GUARD,
@@ -561,7 +560,7 @@ def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None
     if rows is not None and a is not None:
         launch(
             sums_kernel, (E, B), k, state[1], state[3], real, rows, k.stride(0), k.stride(2),
-            0 if real is None else real.stride(0), steps[1], steps[3], E // k.shape[2], call=number, num_warps=1,
+            0 if real is None else real.stride(0), steps[1], steps[3], E // k.shape[2], num_warps=1,
             UNIT=unit, D=D, BD=BD, PADDED=real is not None,
         )  # fmt: skip
 

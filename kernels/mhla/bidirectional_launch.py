@@ -110,8 +110,8 @@ class GridCall(NamedTuple):
 
 
 class GridProblem(Problem):
-    def __init__(self, number: int, call: GridCall) -> None:
-        super().__init__(number, call)
+    def __init__(self, call: GridCall) -> None:
+        super().__init__(call)
         self.q, self.k, self.v = (one_row(x) for x in (self.q, self.k, self.v))
         self.m, self.F, (self.E, self.M) = call.m.contiguous(), self.D, call.m.shape[:2]
         self.R, self.N = call.table.shape[0], call.table.shape[1] // call.places
@@ -123,7 +123,7 @@ class GridProblem(Problem):
                           "PREC": self.config.precision}  # fmt: skip
 
     def over_tokens(self, kernel: Any, how: Tiles, programs: int, *arguments: Any, **more: Any) -> None:
-        launch(kernel, (programs,), *arguments, call=self.number, num_warps=how.warps, num_stages=how.stages,
+        launch(kernel, (programs,), *arguments, num_warps=how.warps, num_stages=how.stages,
                maxnreg=how.registers, CT=how.tokens, BF=how.block_f, **self.constants, **more)  # fmt: skip
 
     def summaries(self) -> Tensor:
@@ -140,7 +140,7 @@ class GridProblem(Problem):
         """What each block reads of all, into P [R,E,N,X]."""
         BN, BK, BX, warps, stages = self.config.product
         programs = -(-self.X // BX) * -(-self.M // BN) * self.R * self.E * (self.N // self.M)
-        launch(product_kernel, (programs,), S, self.m, P, self.M, self.N, self.E, self.X, call=self.number,
+        launch(product_kernel, (programs,), S, self.m, P, self.M, self.N, self.E, self.X,
                num_warps=warps, num_stages=stages, BN=BN, BK=BK, BX=BX, REVERSE=reverse,
                PREC=self.config.precision)  # fmt: skip
         return P
@@ -152,7 +152,7 @@ class GridProblem(Problem):
         rows = self.R * self.E * (self.N // self.M)
         splits, each = fill(rows * groups**2, self.X)
         pairs = self.new(splits, rows, groups**2, Q * Q)
-        how: dict[str, Any] = {"call": self.number, "num_warps": warps, "num_stages": stages, "BX": BX,
+        how: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "BX": BX,
                                "PREC": self.config.precision}  # fmt: skip
         if groups == 1:
             R = self.summaries()
@@ -188,8 +188,8 @@ def results(x: GridCall) -> tuple[Tensor, ...]:
     return o, g, *(scratch(x.q, *summaries, dtype=kind) for _ in range(2))
 
 
-def forward(number: int, call: GridCall, o: Tensor, g: Tensor, S: Tensor, P: Tensor) -> None:
-    x = GridProblem(number, call)
+def forward(call: GridCall, o: Tensor, g: Tensor, S: Tensor, P: Tensor) -> None:
+    x = GridProblem(call)
     how, table = x.config.sum, x.call.table
     x.over_tokens(
         sum_kernel, how, x.of_keys * -(-x.F // how.block_f), x.k, x.v, table, S, *x.k.stride()[1:3],
@@ -203,10 +203,10 @@ def forward(number: int, call: GridCall, o: Tensor, g: Tensor, S: Tensor, P: Ten
 
 
 def backward(
-    number: int, call: GridCall, do: Tensor, dg: Tensor | None, g: Tensor, S: Tensor, P: Tensor
+    call: GridCall, do: Tensor, dg: Tensor | None, g: Tensor, S: Tensor, P: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and m."""
-    x, do = GridProblem(number, call), do.contiguous()
+    x, do = GridProblem(call), do.contiguous()
     table, how = x.call.table, x.config.back
     dq, D = x.result(x.H, x.F, dtype=x.q.dtype), x.summaries()
     x.over_tokens(

@@ -255,7 +255,7 @@ def output_kernel(p_q, p_k, p_v, p_w, p_table, p_number, p_P, p_o, p_g, p_dg, p_
 
 
 @jit
-def state_kernel(p_S, p_w, p_past, p_old, p_current, p_mixed, N: int, done, E, X, M: tl.constexpr, F: tl.constexpr,
+def state_kernel(p_S, p_w, p_past, p_old, p_current, p_mixed, N: int, done: int, E, X, M: tl.constexpr, F: tl.constexpr,
                  DV: tl.constexpr, Q: tl.constexpr, BX: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
     """The state after `done` complete blocks of one document a row, as MHLAState has it. Grid (blocks of BX, R*E)."""
     Y: tl.constexpr = DV + (1 if NORM else 0)

@@ -118,8 +118,8 @@ class Call(NamedTuple):
 
 
 class CausalProblem(Problem):
-    def __init__(self, number: int, call: Call) -> None:
-        super().__init__(number, call)
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
         self.q, self.k, self.v = (self._flat(x, call.table) for x in (self.q, self.k, self.v))
         self.w, self.L, self.F, (self.E, self.M) = call.w.contiguous(), call.places, self.D, call.w.shape[:2]
         self.R = self.B if call.table is None else call.table.shape[0]
@@ -141,7 +141,7 @@ class CausalProblem(Problem):
         return x if table is None or x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, num_stages: int = 1, **changed: Any) -> None:
-        launch(kernel, grid, *arguments, call=self.number, num_warps=self.config.warps, num_stages=num_stages,
+        launch(kernel, grid, *arguments, num_warps=self.config.warps, num_stages=num_stages,
                **(self.constants | changed))  # fmt: skip
 
     def result(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -219,8 +219,8 @@ def results(x: Call) -> tuple[Tensor, ...]:
     return scratch(x.q, B, T, H, x.v.shape[-1], dtype=x.q.dtype), *(scratch(x.q, *shape) for shape in shapes)
 
 
-def forward(number: int, call: Call, o: Tensor, g: Tensor, S: Tensor, *state: Tensor) -> None:
-    x = CausalProblem(number, call)
+def forward(call: Call, o: Tensor, g: Tensor, S: Tensor, *state: Tensor) -> None:
+    x = CausalProblem(call)
     S = x.summaries(x.k, x.v, None, None, 0, None if call.table is None else S)
     P, _ = x.mixed(S)
     x.outputs(P, x.cleared(o), x.cleared(g), None, None, back=False)
@@ -230,9 +230,9 @@ def forward(number: int, call: Call, o: Tensor, g: Tensor, S: Tensor, *state: Te
         )  # fmt: skip
 
 
-def backward(number: int, call: Call, do: Tensor, dg: Tensor | None) -> tuple[Tensor, ...]:
+def backward(call: Call, do: Tensor, dg: Tensor | None) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and w."""
-    x, do = CausalProblem(number, call), do.contiguous()
+    x, do = CausalProblem(call), do.contiguous()
     S = x.summaries(x.k, x.v, None, None, 0)
     P, far = x.mixed(S)
     r = u = None
@@ -299,7 +299,7 @@ def step_results(x: StepCall) -> tuple[Tensor, ...]:
     return o, g, past, old, current, mixed, tokens
 
 
-def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None:
+def step(x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None:
     """One token in one launch. In a pool the normaliser's sums, which all programs of a memory read, have another."""
     q, k, v, w, padding, *state, places, normalise, edge, rows = x
     q, k, v, w = dense(q), dense(k), dense(v), w.contiguous()
@@ -312,7 +312,7 @@ def step(number: int, x: StepCall, o: Tensor, g: Tensor, *after: Tensor) -> None
         launch(
             step_kernel, (-(-(end - start) // 32), B * E), q, k, v, w, padding, rows, *state[:4], tokens, o, g,
             *(after or state), q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-            0 if padding is None else padding.stride(0), *(y.stride(0) for y in state), places, H, E, call=number,
+            0 if padding is None else padding.stride(0), *(y.stride(0) for y in state), places, H, E,
             num_warps=4, M=M, F=D, DV=DV, BF=min(64, width(D)), BY=32, BG=width(H // E), NORM=normalise,
             PADDED=padding is not None, EDGE=edge, START=start, END=end,
             PREC="ieee" if interpreted() else "bf16x6" if exact else "bf16x3",

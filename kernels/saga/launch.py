@@ -120,8 +120,8 @@ def state_width(D: int, DV: int, feature_map: str, norm: str) -> int:
 
 
 class SAGAProblem(Problem):
-    def __init__(self, number: int, call: Call) -> None:
-        super().__init__(number, call)
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
         self.key_gate, self.value_gate, self.output_gate = (x.contiguous() for x in call[3:6])
         self.local = None if call.local is None else call.local.contiguous()
         maps: Any = [None if x is None else x.float().contiguous() for x in (call.query_map, call.key_map, call.weight)]
@@ -152,7 +152,7 @@ class SAGAProblem(Problem):
         """Run a kernel for so many heads; `arguments` end with strides."""
         N, L = self.stretches(tiles, heads[0])
         launch(
-            kernel, (self.B * heads[0], N), *arguments, self.T, L, *heads, call=self.number, num_warps=tiles.warps,
+            kernel, (self.B * heads[0], N), *arguments, self.T, L, *heads, num_warps=tiles.warps,
             PHI=self.call.feature_map, NORM=self.call.norm, LOCAL=self.local is not None, PADDED=self.real is not None,
             D=self.D, DV=self.DV, W=self.W, BD=width(self.D), BV=width(self.DV), C=tiles.chunk_size, GUARD=GUARD,
             HALF=self.q.dtype == torch.bfloat16, FINE=self.call.feature_map == "identity" or self.call.norm == "head",
@@ -215,8 +215,8 @@ def results(x: Call) -> tuple[Tensor, ...]:
     return scratch(x.q, B, T, H, DV, dtype=x.v.dtype), S, scratch(x.q, *((B, T, H, DV) if x.norm == "head" else (0,)))
 
 
-def forward(number: int, call: Call, o: Tensor, S: Tensor, y: Tensor) -> None:
-    x = SAGAProblem(number, call)
+def forward(call: Call, o: Tensor, S: Tensor, y: Tensor) -> None:
+    x = SAGAProblem(call)
     parts = x.summed(x.E, x.k, x.v, x.key_gate, x.value_gate, x.key_map, total=S)
     if len(parts) > 1:
         torch.sum(parts, 0, out=S)
@@ -226,9 +226,9 @@ def forward(number: int, call: Call, o: Tensor, S: Tensor, y: Tensor) -> None:
     )  # fmt: skip
 
 
-def backward(number: int, call: Call, do: Tensor, S: Tensor, y: Tensor) -> tuple[Tensor | None, ...]:
+def backward(call: Call, do: Tensor, S: Tensor, y: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of the ten first inputs."""
-    x, do = SAGAProblem(number, call), do.contiguous()
+    x, do = SAGAProblem(call), do.contiguous()
     dq, dog, dlocal, dW, dweight, R = x.queries_gradients(do, S, y)
     dk, dv, dkg, dvg = (x.like(y) for y in (x.k, x.v, x.key_gate, x.value_gate))
     dWk = x.room(x.config.keys, x.E, x.D, x.D, wanted=x.call.key_map is not None)

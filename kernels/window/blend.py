@@ -73,20 +73,20 @@ class Call(NamedTuple):
     w: Tensor
 
 
-def _run(kernel: Any, call: int, x: Call, *tensors: Tensor) -> None:
+def _run(kernel: Any, x: Call, *tensors: Tensor) -> None:
     D, N = x.far.shape[-1], x.w.numel()
     BD = triton.next_power_of_2(D)
     BR = max(1, TILE // BD)
-    launch(kernel, (triton.cdiv(N, BR),), *tensors, N, call=call, num_warps=8, D=D, BR=BR, BD=BD)
+    launch(kernel, (triton.cdiv(N, BR),), *tensors, N, num_warps=8, D=D, BR=BR, BD=BD)
 
 
-def _forward(call: int, x: Call, o: Tensor) -> None:
-    _run(forward_kernel, call, x, *(y.contiguous() for y in x), o)
+def _forward(x: Call, o: Tensor) -> None:
+    _run(forward_kernel, x, *(y.contiguous() for y in x), o)
 
 
-def _backward(call: int, x: Call, do: Tensor) -> tuple[Tensor, ...]:
+def _backward(x: Call, do: Tensor) -> tuple[Tensor, ...]:
     made = tuple(scratch(y, *y.shape, dtype=y.dtype) for y in x)
-    _run(backward_kernel, call, x, do.contiguous(), *(y.contiguous() for y in x), *made)
+    _run(backward_kernel, x, do.contiguous(), *(y.contiguous() for y in x), *made)
     return made
 
 

@@ -98,8 +98,8 @@ class Call(NamedTuple):
 
 
 class WindowProblem(Problem):
-    def __init__(self, number: int, x: Call) -> None:
-        super().__init__(number, x)
+    def __init__(self, x: Call) -> None:
+        super().__init__(x)
         self.begin, self.end, self.scale, self.E = x.begin, x.end, x.scale, x.k.shape[2]
         self.config = configure(x.q.device, x.q.dtype, self.D, self.DV)
         self.W, self.S, self.C = min(x.window, self.T), min(x.sink, self.T), self.config.block
@@ -108,7 +108,7 @@ class WindowProblem(Problem):
     def launch(self, kernel: Any, tiles: Tiles, grid: tuple[int, ...], *arguments: Any, **more: Any) -> None:
         """Run a kernel over a grid; all of its arguments but T, the blocks and heads are given."""
         launch(
-            kernel, grid, *arguments, self.H, self.H // self.E, call=self.number, num_warps=tiles.warps,
+            kernel, grid, *arguments, self.H, self.H // self.E, num_warps=tiles.warps,
             num_stages=tiles.stages, D=self.D, DV=self.DV, BD=width(self.D), BV=width(self.DV), BM=tiles.queries,
             BN=tiles.keys, C=self.C, DOCS=self.begin is not None, LOG2E=LOG2E, LOWEST=LOWEST,
             PREC=self.config.precision, **more,
@@ -145,16 +145,16 @@ def results(x: Call) -> tuple[Tensor, Tensor, Tensor]:
     return o, scratch(x.q, *x.q.shape[:3]), scratch(x.v, *(o.shape if o.dtype.itemsize == 2 else (0,)), dtype=o.dtype)
 
 
-def forward(number: int, call: Call, o: Tensor, mass: Tensor, low: Tensor) -> None:
-    x = WindowProblem(number, call)
+def forward(call: Call, o: Tensor, mass: Tensor, low: Tensor) -> None:
+    x = WindowProblem(call)
     x.over_queries(forward_kernel, x.config.forward, o, low if low.ndim > 1 else None, mass)
 
 
 def backward(
-    number: int, call: Call, do: Tensor, dmass: Tensor | None, o: Tensor, mass: Tensor, low: Tensor
+    call: Call, do: Tensor, dmass: Tensor | None, o: Tensor, mass: Tensor, low: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v."""
-    x, do = WindowProblem(number, call), do.contiguous()
+    x, do = WindowProblem(call), do.contiguous()
     dmass = None if dmass is None else dmass.contiguous()
     delta = scratch(x.q, x.B, x.T, x.H)
     dq, dk, dv = (scratch(y, *y.shape, dtype=y.dtype) for y in (x.q, x.k, x.v))

@@ -145,7 +145,7 @@ def results(x: StepCall) -> tuple[Tensor, ...]:
     return o, scratch(x.q, *x.q.shape[:3]), *ring
 
 
-def step(number: int, x: StepCall, o: Tensor, mass: Tensor, *after: Tensor) -> None:
+def step(x: StepCall, o: Tensor, mass: Tensor, *after: Tensor) -> None:
     """One token in one launch; in two where the rings lie in a pool."""
     (B, _, H, D), E, DV = x.q.shape, x.k.shape[2], x.v.shape[-1]
     q, k, v = (dense(y) for y in x[:3])
@@ -155,14 +155,14 @@ def step(number: int, x: StepCall, o: Tensor, mass: Tensor, *after: Tensor) -> N
     launch(
         step_kernel, (E, B), q, k, v, *ring, *others, x.padding, x.rows, o, mass, *(after or ring), x.scale,
         q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), of_padding,
-        *(y.stride(0) for y in ring), x.window, x.sink, H, E, call=number, num_warps=4, D=D, DV=DV, BG=width(H // E),
+        *(y.stride(0) for y in ring), x.window, x.sink, H, E, num_warps=4, D=D, DV=DV, BG=width(H // E),
         BD=width(D), BV=width(DV), BN=max(16, min(64, TILE // (x.k.element_size() * wide))), POOL=x.rows is not None,
         FAR=x.far is not None, SUM=x.mass is not None, PADDED=x.padding is not None, LOG2E=LOG2E, LOWEST=LOWEST,
         PREC=configure(q.device, q.dtype, D, DV).precision,
     )  # fmt: skip
     if x.rows is not None:
         launch(
-            count_kernel, (B,), ring[2], x.padding, x.rows, ring[2].stride(0), of_padding, call=number, num_warps=1,
+            count_kernel, (B,), ring[2], x.padding, x.rows, ring[2].stride(0), of_padding, num_warps=1,
             PADDED=x.padding is not None,
         )  # fmt: skip
 

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize_kernels.layers.pool import take
-
-from .states import Call, StateLayout, store
+from .states import Call, Pool, StateLayout, store
 
 # A prompt of so many tokens fills a GPU by itself; as the only sequence of a call it has the choice of all kernels.
 LONG = 1024
@@ -33,9 +31,9 @@ class Prompts(NamedTuple):
     before: Tensor  # [S] tokens that came before
     fresh: bool  # whether none came before any of them
 
-    def read(self, pool: Any) -> Any:
+    def read(self, pool: Pool) -> Any:
         """The states that they go on from; None where there are none."""
-        return None if self.fresh else take(pool, torch.where(self.before > 0, self.rows, -1))
+        return None if self.fresh else pool.layout.read(pool.memory, torch.where(self.before > 0, self.rows, -1))
 
 
 @dataclasses.dataclass
@@ -82,21 +80,21 @@ def prompts_of(
 
 
 def run(
-    mixer: Any, kind: Any, pool: Any, batch: Batch, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]
+    mixer: Any, kind: Any, pool: Pool, batch: Batch, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]
 ) -> None:
     """`mixer.core` on a batch: `inputs` [1,tokens,..] as `prepare` made them, results into `outputs` [1,tokens,..], the
-    states in `pool` (`StateLayout.views`) changed. `kind` is TokenLayout in the mixer's own copy of the kernels."""
+    states in `pool` changed. `kind` is TokenLayout in the mixer's own copy of the kernels."""
     n = len(batch.rows)
     if n:
         steps = tuple(None if y is None else y[0, :n, None] for y in inputs)
-        made, _ = mixer.core(steps, kind(rows=batch.rows, places=batch.places), pool)
+        made, _ = mixer.core(steps, kind(rows=batch.rows, places=batch.places), pool.state)
         for out, y in zip(outputs, made, strict=True):
             out[0, :n].copy_(y[:, 0])
     for one in batch.prompts:
         own = slice(one.first, one.first + one.tokens)
         given = tuple(None if y is None else y[:, own] for y in inputs)
         made, state = mixer.core(given, kind(cu_seqlens=one.starts), one.read(pool))
-        store(pool, one.rows, state)
+        store(pool.state, one.rows, state)
         for out, y in zip(outputs, made, strict=True):
             out[:, own].copy_(y)
 
@@ -109,16 +107,29 @@ def rehearse(
     given = inputs[0]
     assert given is not None
     device, total = given.device, given.shape[1]
-    pool = layout.views(torch.zeros(4, layout.bytes, dtype=torch.uint8, device=device))
+    pool = Pool.of(layout, torch.zeros(4, layout.bytes, dtype=torch.uint8, device=device))
     rows = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
     for n in (1, 2, 3):
         if n <= total:
             run(mixer, kind, pool, Batch(rows[:n], rows.new_zeros(n, 1).long()), inputs, outputs)
-    # One prompt and several; multiples of 16 tokens, for which triton compiles apart, and others; the longest batch.
-    for lengths in ((total,), (min(LONG, total),), (16, 16), (17, 20), (19,), (2,)):
+    for lengths in forms(total):
         for seen in (0, 5):
-            if sum(lengths) <= total:
+            # Behind a step, tensors need not begin at a multiple of 16 bytes, for which triton compiles apart.
+            for n in (0, 1) if sum(lengths) < total else (0,):
                 starts = torch.tensor([0, *lengths], device=device).cumsum(0)
                 before = torch.full((len(lengths),), seen, device=device)
-                prompts = prompts_of(lengths, [seen] * len(lengths), 0, starts, before, rows[: len(lengths)])
-                run(mixer, kind, pool, Batch(rows[:0], rows.new_zeros(0, 1).long(), prompts), inputs, outputs)
+                own = torch.arange(len(lengths), device=device) % 2
+                prompts = prompts_of(lengths, [seen] * len(lengths), n, starts, before, own)
+                run(mixer, kind, pool, Batch(rows[:n], rows.new_zeros(n, 1).long(), prompts), inputs, outputs)
+
+
+def forms(total: int) -> list[list[int]]:
+    """Lengths of prompts, `total` tokens at most, that together have all that kernels are chosen and compiled by: one
+    prompt and several, of all orders of length, multiples of 16 tokens and others."""
+    found = [[2], [16], [19], [16, 16], [17, 20]]
+    for length in (*(40 << n for n in range(total.bit_length())), total):
+        found += [[length], [length // 16 * 16]]
+        for parts in (2, 5):
+            one = max(2, min(length // parts, LONG - 1))
+            found.append([one] * (length // one))
+    return [lengths for lengths in found if sum(lengths) <= total]

@@ -66,11 +66,23 @@ class StateLayout:
 
     def read(self, pool: Tensor, rows: Tensor) -> Any:
         """The states of rows [n] of a pool, as a mixer takes them; a copy. Of a row below 0 it is that of no token."""
-        return take(self.views(pool), rows)
+        return self.views(take(pool, rows))
 
     def write(self, pool: Tensor, rows: Tensor, state: Any) -> None:
         """Store a state of n sequences in rows [n] of a pool."""
         store(self.views(pool), rows, state)
+
+
+class Pool(NamedTuple):
+    """Rows of states in one block of memory [N,bytes], and the same memory as a mixer's state."""
+
+    layout: StateLayout
+    memory: Tensor
+    state: Any
+
+    @classmethod
+    def of(cls, layout: StateLayout, memory: Tensor) -> Pool:
+        return cls(layout, memory, layout.views(memory))
 
 
 def store(pool: Any, rows: Tensor, state: Any) -> None:

@@ -46,7 +46,17 @@ from .batch import Batch, prompts_of, rehearse, run
 from .folder import layers_of
 from .merge import merged
 from .shards import shard, shard_spec
-from .states import StateLayout, calls_of, code_of, layout_class, rotation_class, run_call, softmax_of, state_layouts
+from .states import (
+    Pool,
+    StateLayout,
+    calls_of,
+    code_of,
+    layout_class,
+    rotation_class,
+    run_call,
+    softmax_of,
+    state_layouts,
+)
 from .vllm_plugin import OPERATOR
 
 # ---------------------------------------------------------------- one layer
@@ -192,7 +202,7 @@ class StateAttention(nn.Module, MambaBase):
         self.hidden: Tensor | None = None
         self.rotation: Any = None
         self.kv_cache = (torch.tensor([]),)
-        # The memory that vLLM gave, and its rows as states.
+        # The memory that vLLM gave, and the same with its rows as states.
         self.bound: tuple[Tensor | None, Any] = (None, None)
         # One map for the small ones that the mixer has of hidden states, and what it made of them.
         self.maps: tuple[Tensor, Tensor | None] | None = None
@@ -289,7 +299,7 @@ class StateAttention(nn.Module, MambaBase):
         mixer, pool = self.__dict__["module"].mixer, self.kv_cache[0]
         if not self.earlier:
             if self.bound[0] is not pool:
-                self.bound = pool, self.layout.views(pool)
+                self.bound = pool, Pool.of(self.layout, pool)
             run(mixer, self.tokens, self.bound[1], batch, inputs, outputs)
             return
         q, k, v, x, *turned = (y[0] for y in inputs if y is not None)

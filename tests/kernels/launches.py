@@ -170,7 +170,7 @@ def launches(made: list[tuple[str, tuple[Any, ...]]]) -> dict[str, Launch]:
     found: dict[str, Launch] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), Indexed(), collecting(found):
         for name, args in made:
-            HOSTS[name](0, *(_on_gpu(x) for x in args))
+            HOSTS[name](*(_on_gpu(x) for x in args))
     return found
 
 

@@ -61,6 +61,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"sweep": 4, "H": 1, "E": 1, "T": 40, "special": "closed", "slack": 2},
         {"sweep": 4, "H": 1, "E": 1, "T": 70, "special": "infinite", "state": True},
     ],
+    # Sequences are the pieces of a row; an empty one keeps its memory.
+    "sweep_of_sequences": [
+        {"sweep": 1, "E": 2, "cu": [0, 1, 1, 36, 70], "T": 70, "state": True, "chunk": 16},
+        {"sweep": 1, "E": 2, "Hkv": 1, "cu": [0, 32, 50], "T": 50, "gate": 40.0, "chunk": 16},
+    ],
     # Computed factors are rounded once.
     "sweep_in_bf16": [
         {"sweep": 1, "E": 2, "Hkv": 1, "M": 32, "T": 70, "dtype": "bfloat16"},
@@ -74,7 +79,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 
 SLOW = ("heads_and_sizes", "segments", "sequences", "states", "strong_gates")
-SLOW += ("sweep", "sweep_in_pieces", "sweep_in_steps", "sweep_in_bf16")
+SLOW += ("sweep", "sweep_in_pieces", "sweep_of_sequences", "sweep_in_steps", "sweep_in_bf16")
 
 
 @pytest.mark.parametrize("group", with_slow(CASES, *SLOW))

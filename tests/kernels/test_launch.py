@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-CASES = ("again", "ahead", "ints", "kinds", "alignment", "stages", "failure")
+CASES = ("again", "ahead", "ints", "sizes", "kinds", "alignment", "stages", "failure")
 
 
 @pytest.mark.slow
@@ -83,13 +83,13 @@ def main(case: str) -> None:
             b_x += b_x
         tl.store(p_y + o, b_x, mask=o < n)
 
-    def once(call: int, x: torch.Tensor, twice: bool = False, n: int = 7) -> torch.Tensor:
+    def once(x: torch.Tensor, twice: bool = False, n: int = 7) -> torch.Tensor:
         y = launch.scratch(x, *x.shape)
-        launch.launch(double, (3, 2), x, y, 0.5, n, call=call, num_warps=1, TWICE=twice, BLOCK=16, UNUSED=None)
+        launch.launch(double, (3, 2), x, y, 0.5, n, num_warps=1, TWICE=twice, BLOCK=16, UNUSED=None)
         return y
 
-    def later(call: int, x: torch.Tensor) -> None:
-        assert once(call, x, True).is_meta
+    def later(x: torch.Tensor) -> None:
+        assert once(x, True).is_meta
 
     x = torch.randn(16)
     if case == "again":  # the same launch, whichever way it was found
@@ -106,13 +106,25 @@ def main(case: str) -> None:
         assert (len(compiled), len(launched)) == (2, 2)
         assert [a[-1] for a in launched] == [False, False]
     elif case == "ints":  # triton makes a constant of an int that is 1
-        once(0, x, n=1)
-        once(0, x, n=7)
+        once(x, n=1)
+        once(x, n=7)
         assert len({id(a[0]) for a in launched}) == 2
+    elif case == "sizes":  # of those that a kernel marks as int it does not, and other lengths find the same kernel
+
+        @jit
+        def fill(p_x, N: int, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+            tl.store(p_x + tl.arange(0, BLOCK), n, mask=tl.arange(0, BLOCK) < N)
+
+        found = []
+        for size, n in ((1, 7), (16, 9), (33, 7), (5, 32), (5, 64)):
+            launch.launch(fill, (1,), torch.randn(size), size, n, num_warps=1, BLOCK=64)
+            found.append(len(launch._launches))
+        assert found == [1, 1, 1, 2, 2]
+        assert len({id(a[0]) for a in launched}) == len(compiled) == 2
     elif case == "kinds":  # another dtype or constant within one call is another kernel
         for y, twice in ((x, False), (x.half(), False), (x, True), (x.half(), True)):
-            once(0, y, twice)
-            once(0, y, twice)
+            once(y, twice)
+            once(y, twice)
         assert len({id(a[0]) for a in launched}) == len(compiled) == 4
     elif case == "alignment":  # tensors that start off 16 bytes may not run what was compiled for aligned ones
         operator = launch.entry(once)
@@ -130,8 +142,8 @@ def main(case: str) -> None:
                 b_y += tl.dot(b_x, b_x)
             tl.store(p_y + o, b_y)
 
-        def three(call: int, x: torch.Tensor) -> None:
-            launch.launch(product, (1,), x, x, 9, call=call, num_warps=4, num_stages=3, BLOCK=64)
+        def three(x: torch.Tensor) -> None:
+            launch.launch(product, (1,), x, x, 9, num_warps=4, num_stages=3, BLOCK=64)
 
         operator, shared = launch.entry(three), 20000
         with warnings.catch_warnings(record=True) as told:
@@ -147,7 +159,7 @@ def main(case: str) -> None:
             tl.store(p_x + tl.arange(0, BLOCK), nothing_of_that_name)  # type: ignore[name-defined]  # noqa: F821
 
         with pytest.raises(triton.compiler.CompilationError, match="nothing_of_that_name"):
-            launch.entry(lambda call, x: launch.launch(wrong, (1,), x, call=call, num_warps=1, BLOCK=16))(x)
+            launch.entry(lambda x: launch.launch(wrong, (1,), x, num_warps=1, BLOCK=16))(x)
     print(case, flush=True)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from torch import Tensor, nn
 from linearize.serve import batch as batches
 from linearize.serve.batch import Batch, grouped, prompts_of, rehearse, run
 from linearize.serve.merge import Part, merged
-from linearize.serve.states import StateLayout, example_state
+from linearize.serve.states import Pool, StateLayout, example_state
 from linearize_kernels.layout import TokenLayout
 
 
@@ -51,7 +55,7 @@ def test_ragged_batches_equal_single_sequences(
     ]
     memory, rows = nan_pool(len(lengths) + 3, layout), torch.randperm(len(lengths) + 3)[: len(lengths)]
     untouched = sorted({*range(len(memory))} - {*rows.tolist()})
-    pool, done = layout.views(memory), [0] * len(lengths)
+    pool, done = Pool.of(layout, memory), [0] * len(lengths)
     got: list[list[Tensor]] = [[] for _ in lengths]
     while any(length > n for length, n in zip(lengths, done, strict=True)):
         chosen = [i for i, length in enumerate(lengths) if done[i] < length and chance.random() < 0.7]
@@ -133,3 +137,12 @@ def test_small_maps_are_one_product(name: str, options: dict[str, Any], parts: i
 
 def test_one_map_alone_stays() -> None:
     assert merged(nn.Module(), make("retnet", {})) is None
+
+
+@pytest.mark.slow
+def test_a_rehearsal_compiles_all_that_batches_need() -> None:
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(map(str, (root, root / "tests", root / "tests" / "kernels")))
+    command = [sys.executable, str(root / "tests" / "serve" / "rehearsed.py")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-3000:]
