@@ -162,6 +162,29 @@ def state_layouts(mechanisms: dict[str, Any], spec: dict[str, Any], dtype: torch
     return layouts
 
 
+class Place(NamedTuple):
+    """Where a layer's state lies: from byte `begin` on in each row of the memory of layer `owner`."""
+
+    owner: int
+    begin: int
+
+
+def shared_memory(layouts: dict[int, StateLayout], kept: int) -> tuple[dict[int, Place], int]:
+    """The place of each linear layer's state in memories that layers share, and the bytes of a row of any of them.
+
+    vLLM manages as many layers at a time as there are of the rarer kind, for every sequence in every step. Where `kept`
+    layers are softmax, there are as many memories of states, so that it manages these twice and not once for every
+    `kept` linear layers.
+    """
+    count = min(kept, len(layouts)) or len(layouts)
+    owners, used = list(layouts)[:count], [0] * count
+    places: dict[int, Place] = {}
+    for i, (number, layout) in enumerate(layouts.items()):
+        places[number] = Place(owners[i % count], used[i % count])
+        used[i % count] += layout.bytes
+    return places, max(used)
+
+
 # ---------------------------------------------------------------- which tokens share a call
 
 

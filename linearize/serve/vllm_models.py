@@ -43,10 +43,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from linearize_kernels.hf.attention_hooks import bind, hidden_name, without_rotation
 
 from .batch import Batch, prompts_of, rehearse, run
-from .folder import layers_of
+from .folder import layer_types, layers_of
 from .merge import merged
 from .shards import shard, shard_spec
 from .states import (
+    Place,
     Pool,
     StateLayout,
     calls_of,
@@ -54,6 +55,7 @@ from .states import (
     layout_class,
     rotation_class,
     run_call,
+    shared_memory,
     softmax_of,
     state_layouts,
 )
@@ -163,7 +165,7 @@ def state_core(inputs: list[Tensor | None], outputs: list[Tensor], layer_name: L
         for out in outputs:
             out.zero_()
     else:
-        layer.on_states(described[layer.prefix], inputs, outputs)
+        layer.on_states(described[layer.owner.prefix], inputs, outputs)
 
 
 def no_core(inputs: list[Tensor | None], outputs: list[Tensor], layer_name: LayerNameType) -> None:
@@ -189,11 +191,22 @@ class StateAttention(nn.Module, MambaBase):
     mamba_type = MambaAttentionBackendEnum.LINEAR
 
     def __init__(
-        self, module: nn.Module, layout: StateLayout, prefix: str, options: dict[str, Any], processes: int
+        self,
+        module: nn.Module,
+        layout: StateLayout,
+        prefix: str,
+        options: dict[str, Any],
+        processes: int,
+        owner: StateAttention | None,
+        begin: int,
+        size: int,
     ) -> None:
         """`module` is the attention module with its mixer, of these `options`; `prefix` the name under which vLLM gives
-        memory; `processes` how many divide the heads."""
+        memory; `processes` how many divide the heads. The state begins at byte `begin` of the rows of the memory of
+        `owner`, which have `size` bytes each; None: this layer's own."""
         super().__init__()
+        self.__dict__["owner"] = self if owner is None else owner  # no child
+        self.begin, self.size = begin, size
         self.__dict__["module"] = module  # no child: it holds this
         self.options, self.processes, self.divided = options, processes, processes == 1
         self.layout, self.prefix = layout, prefix
@@ -213,7 +226,7 @@ class StateAttention(nn.Module, MambaBase):
         module.register_forward_pre_hook(self.before, with_kwargs=True)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.layout.bytes,),)
+        return ((self.size,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
@@ -222,14 +235,15 @@ class StateAttention(nn.Module, MambaBase):
         return StateBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """vLLM asks for it when weights are loaded and nothing has run: now a mixer of some heads can be made."""
+        """vLLM asks for it when weights are loaded and nothing has run: now a mixer of some heads can be made. None:
+        another layer has the memory."""
         module: Any = self.__dict__["module"]
         if not self.divided:
             module.mixer = shard(module.mixer, self.options, get_tensor_model_parallel_rank(), self.processes)
             self.divided = True
         if self.maps is None and not self.earlier:
             self.maps = merged(self, module.mixer)
-        return super().get_kv_cache_spec(vllm_config)
+        return super().get_kv_cache_spec(vllm_config) if self.owner is self else None
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pre-hook of the attention module: keep the hidden states, which gates read; take rotation away if asked, and
@@ -296,16 +310,17 @@ class StateAttention(nn.Module, MambaBase):
 
     def on_states(self, batch: Batch, inputs: list[Tensor | None], outputs: list[Tensor]) -> None:
         """`state_core` on the states of a batch."""
-        mixer, pool = self.__dict__["module"].mixer, self.kv_cache[0]
+        mixer, memory = self.__dict__["module"].mixer, self.owner.kv_cache[0]
+        if self.bound[0] is not memory:
+            self.bound = memory, Pool.of(self.layout, memory[:, self.begin : self.begin + self.layout.bytes])
+        pool = self.bound[1]
         if not self.earlier:
-            if self.bound[0] is not pool:
-                self.bound = pool, Pool.of(self.layout, pool)
-            run(mixer, self.tokens, self.bound[1], batch, inputs, outputs)
+            run(mixer, self.tokens, pool, batch, inputs, outputs)
             return
         q, k, v, x, *turned = (y[0] for y in inputs if y is not None)
         rotation = rotation_class(mixer)(*(y[None] for y in turned)) if turned else None
         for call in batch.calls or ():
-            run_call(mixer, self.layout, pool, call, (q, k, v, x), rotation, outputs[0][0])
+            run_call(mixer, self.layout, pool.memory, call, (q, k, v, x), rotation, outputs[0][0])
 
 
 class ClearedAttention(Attention):
@@ -355,6 +370,15 @@ def layouts_of(vllm_config: Any) -> dict[int, StateLayout]:
     return model_layouts(code, asked.model, asked.revision, json.dumps(spec), asked.dtype)
 
 
+def memory_of(vllm_config: Any) -> tuple[dict[int, Place], int]:
+    """`shared_memory` of an engine's layers. Kept heads have memory of their own, and then layers share none."""
+    config = vllm_config.model_config.hf_config
+    layers = layers_of(config)
+    kinds = [kind for number, kind in enumerate(layer_types(config, layers)) if number in layers.softmax]
+    kept = 0 if layers.heads else min((kinds.count(kind) for kind in kinds), default=0)
+    return shared_memory(layouts_of(vllm_config), kept)
+
+
 def source_config(config: Any) -> Any:
     """A copy of a config with the kinds of layers that the model's own code reads (`vllm_plugin.Settings`)."""
     config = copy.deepcopy(config)
@@ -388,8 +412,8 @@ class Linearized:
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
-        """The largest state, in bytes: vLLM makes its pages as large."""
-        return ((max(layout.bytes for layout in layouts_of(vllm_config).values()),),)
+        """A row of a memory of states, in bytes: vLLM makes its pages as large."""
+        return ((memory_of(vllm_config)[1],),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:
@@ -448,11 +472,15 @@ class Linearized:
             super()._create_attention_instances(prefix)  # type: ignore[misc]
         layouts, processes = layouts_of(self.vllm_config), self.vllm_config.parallel_config.tensor_parallel_size
         options = {layer["site"]["layer"]: layer["options"] for layer in self.config.linearize["layers"]}
-        for number in layers.linear:
+        places, size = memory_of(self.vllm_config)
+        made: dict[int, StateAttention] = {}
+        for number in layouts:
             name, _ = found[number]
             module: Any = self.get_submodule(name)  # type: ignore[attr-defined]
             named = maybe_prefix(prefix, f"{name}.{VLLM_ATTN_ATTR}")
-            layer = StateAttention(module, layouts[number], named, options[number], processes)
+            owner, begin = places[number]
+            shared = layouts[number], named, options[number], processes, made.get(owner), begin, size
+            made[number] = layer = StateAttention(module, *shared)
             if layer.heads is not None:
                 whole = getattr(module, VLLM_ATTN_ATTR)
                 layer.softmax = self.attention_of(layer.heads, whole, f"{layer.prefix}.softmax")

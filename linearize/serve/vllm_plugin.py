@@ -11,6 +11,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .folder import is_converted, layer_types, layers_of
@@ -36,6 +37,10 @@ PREFIX_CACHING = (
     "Those were not tried with converted models"
 )
 QUANTIZATION = "quantization: quantized projections in front of a mixer were not tried. Serve the float weights"
+FEWER = (
+    "At most %d sequences at a time, not %d: so many states fill this GPU's memory. --kv-cache-memory-bytes or "
+    "--gpu-memory-utilization give them more"
+)
 EARLIER = (
     "The code in this folder is of an earlier version of linearize, whose layers vLLM can neither compile nor record "
     "as CUDA graphs. Bring it up to date with `linearize upgrade DIR`"
@@ -131,6 +136,32 @@ class Settings:
             logging.getLogger("vllm.linearize").warning(EARLIER)
             vllm_config.model_config.enforce_eager = True
         MambaModelConfig.verify_and_update_config(vllm_config)
+        scheduler, most = vllm_config.scheduler_config, most_sequences(vllm_config)
+        if most is not None and most < scheduler.max_num_seqs:
+            logging.getLogger("vllm.linearize").warning(FEWER, most, scheduler.max_num_seqs)
+            scheduler.max_num_seqs = most
+
+
+# Of a GPU's memory beside the weights, what states may take; the rest is for activations, graphs and keys.
+FOR_STATES = 0.75
+
+
+def most_sequences(vllm_config: Any) -> int | None:
+    """The states of how many sequences fit on a GPU; None where nothing is known of its memory."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda_alike():
+        return None
+    from .vllm_models import memory_of
+
+    cache, folder = vllm_config.cache_config, Path(vllm_config.model_config.model)
+    room = getattr(cache, "kv_cache_memory_bytes", None)
+    if room is None:
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        weights //= vllm_config.parallel_config.tensor_parallel_size
+        room = FOR_STATES * (cache.gpu_memory_utilization * current_platform.get_device_total_memory() - weights)
+    places, size = memory_of(vllm_config)
+    return max(1, int(room) // (size * len({place.owner for place in places.values()})) - 1)
 
 
 def refusals(vllm_config: Any) -> list[str]:

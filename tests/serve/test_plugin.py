@@ -18,6 +18,7 @@ from conftest import holds
 from linearize.plan.mechanisms import load_mechanism, resolve_options
 from linearize.serve import vllm_plugin
 from linearize.serve.folder import is_converted, layer_types, layers_of
+from linearize.serve.states import Place
 from linearize_kernels.mixer import AttentionSite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,3 +213,20 @@ def test_nothing_but_the_plugin_imports_vllm() -> None:
     code = "import sys, linearize.serve.vllm_plugin; assert 'vllm' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_more_sequences_are_admitted_than_states_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses to start where its default of 256 or 1,024 sequences has no room for their states."""
+    gpu = SimpleNamespace(is_cuda_alike=lambda: True, get_device_total_memory=lambda: 10_000)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=gpu))
+    places = {0: Place(0, 0), 2: Place(2, 0), 3: Place(0, 50)}
+    models = SimpleNamespace(memory_of=lambda config: (places, 100))
+    monkeypatch.setitem(sys.modules, "linearize.serve.vllm_models", models)
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    asked = engine(cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None))
+    asked.model_config = SimpleNamespace(model=str(tmp_path))
+    assert vllm_plugin.most_sequences(asked) == int(0.75 * (5000 - 1000)) // 200 - 1
+    asked.cache_config.kv_cache_memory_bytes = 2000
+    assert vllm_plugin.most_sequences(asked) == 9
+    gpu.is_cuda_alike = lambda: False
+    assert vllm_plugin.most_sequences(asked) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from linearize.serve.states import (
     calls_of,
     example_state,
     run_call,
+    shared_memory,
     state_layouts,
 )
 from linearize_kernels.layers.rotary import Rotation
@@ -181,3 +183,17 @@ def test_the_state_of_a_layer_is_that_of_the_heads_without_softmax() -> None:
     kept = layout(softmax_groups=(1,))
     assert kept.parts == layout(heads=4, kv_heads=2).parts
     assert kept.bytes < layout().bytes
+
+
+def test_layers_share_as_many_memories_as_layers_keep_softmax() -> None:
+    """vLLM manages memories for every sequence in every step, as many at a time as there are kept layers."""
+    state = namedtuple("state", "bytes")
+    layouts: Any = {number: state(16 * (number + 1)) for number in (0, 2, 3, 4, 6, 7)}
+    places, size = shared_memory(layouts, 2)
+    assert places == {0: (0, 0), 2: (2, 0), 3: (0, 16), 4: (2, 48), 6: (0, 80), 7: (2, 128)}
+    assert size == max(16 + 64 + 112, 48 + 80 + 128)
+    for number, place in places.items():
+        assert place.begin + layouts[number].bytes <= size
+    # None keeps softmax, or more do than are linear: a memory for each.
+    for kept in (0, 6, 9):
+        assert shared_memory(layouts, kept) == ({number: (number, 0) for number in layouts}, 128)
