@@ -590,7 +590,7 @@ def check_model(model: Any, recipe: Recipe) -> None:
             "model.dtype: bfloat16, or optimizer.memory: full",
             Exit.INCOMPATIBLE,
         )
-    if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
+    if recipe.runtime.gradient_checkpointing is True and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
             Exit.INCOMPATIBLE,
