@@ -44,12 +44,12 @@ def as_before(recipe: Recipe, record: Path) -> Recipe:
 
 
 def without_auto(recipe: Recipe) -> Recipe:
-    """All that is left open as it is without this file: the batch as given, activations kept, and `full`; where FSDP2
-    shards weights once for all stages, `small` beside a `small` that is given."""
+    """All that is left open as it is without this file: the batch as given, activations kept unless they are offloaded,
+    and `full`; where FSDP2 shards weights once for all stages, `small` beside a `small` that is given."""
     values = recipe.resolved()
     values["runtime"]["batch"] = "given"
     if values["runtime"]["gradient_checkpointing"] == "auto":
-        values["runtime"]["gradient_checkpointing"] = False
+        values["runtime"]["gradient_checkpointing"] = recipe.runtime.offload_activations
     of_source = [stage for stage in values["stages"] if trains_source(stage["train"])]
     alike = sharded("FSDP") and any(stage["optimizer"]["memory"] == "small" for stage in of_source)
     for stage in values["stages"]:
@@ -68,7 +68,8 @@ def choose(
     """
     plain = without_auto(recipe)
     cost, values = estimate(rehearse(plain), device), plain.resolved()
-    if recipe.runtime.gradient_checkpointing == "auto" and cost.checkpointing and not keeps_activations(plain, cost):
+    free = recipe.runtime.gradient_checkpointing == "auto" and not plain.runtime.gradient_checkpointing
+    if free and cost.checkpointing and not keeps_activations(plain, cost):
         values["runtime"]["gradient_checkpointing"] = True
         plain = recipe.changed(values)
         cost = estimate(rehearse(plain), device)

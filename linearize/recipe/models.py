@@ -462,7 +462,7 @@ class Runtime(Strict):
     @field_validator("offload_activations")
     @classmethod
     def _little_to_move(cls, offload: bool, info: ValidationInfo) -> bool:
-        if offload and info.data.get("gradient_checkpointing") is not True:
+        if offload and not info.data.get("gradient_checkpointing"):
             raise ValueError("needs gradient_checkpointing: true, or all activations of all layers would move")
         return offload
 
