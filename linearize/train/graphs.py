@@ -87,7 +87,8 @@ class GraphedSteps:
         """Adds the gradients of a micro batch; returns what `plain` does. `tokens` are the counts of the whole step."""
         begins = self.calls % self.micro == 0
         self.calls += 1
-        if self.over or self.calls <= PLAIN_STEPS * self.micro or not (begins or self.checked):
+        waits = self.calls <= PLAIN_STEPS * self.micro or not (begins or self.checked)
+        if self.over or waits or not self._fits(batch):
             return self.plain(batch, tokens)
         if self.replay is None:
             return self._begin(batch, tokens)
@@ -98,6 +99,10 @@ class GraphedSteps:
     def close(self) -> None:
         """Give the recording's memory back."""
         self.replay, self.inputs, self.found, self.over = None, {}, (self.tokens, {}), True
+
+    def _fits(self, batch: Batch) -> bool:
+        """Whether a batch has the shapes of the recorded one, if there is one."""
+        return not self.inputs or {n: x.shape for n, x in batch.items()} == {n: x.shape for n, x in self.inputs.items()}
 
     def _begin(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """A plain micro batch, and the recording of one."""

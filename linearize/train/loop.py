@@ -172,6 +172,7 @@ class StageLoop:
             self.over.value, self.reader = True, None  # which ends its processes
             if self.graphed is not None:
                 self.graphed.close()
+            self.graphed = None
         if self.wrapped is not owner.model:
             owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
 
@@ -185,10 +186,7 @@ class StageLoop:
             return None
         micro = stage.batch.gradient_accumulation_steps
         return GraphedSteps(
-            lambda batch, tokens: self._micro_batch(batch, tokens),
-            self.parameters,
-            micro,
-            lambda why: owner.say(f"note: {stage.name}: {why}"),
+            self._micro_batch, self.parameters, micro, lambda why: owner.say(f"note: {stage.name}: {why}")
         )
 
     def _steps(self, start: int) -> None:

@@ -57,17 +57,25 @@ class Speed:
 
 
 class Products(TorchDispatchMode):
-    """Within: the products of what runs are counted, twice each; of what is computed again, too."""
+    """Within: the products of what runs are counted, twice each; of what is computed again, too. `flops` is 0 where
+    torch's formula does not take an operation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0.0
+        self._flops, self._known = 0.0, True
+
+    @property
+    def flops(self) -> float:
+        return self._flops * self._known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+            try:
+                self._flops += formula(*args, **(kwargs or {}), out_val=out)
+            except Exception:  # such as those of attention for fewer key heads
+                self._known = False
         return out
 
 
