@@ -13,7 +13,7 @@ from ..data.batches import kind_of, tokens_per_sample
 from ..recipe.recipe import AttentionTransfer, Stage
 from ..terminal.progress import Advance, progress, silent
 from ..train.device import on_cpu
-from ..train.graphs import PLAIN_STEPS, GraphedSteps, obstacle
+from ..train.graphs import PLAIN_STEPS, GraphedSteps, unrecordable
 from ..train.progress import forget_peak, memory_bytes
 from ..train.runtime import make_optimizer
 from ..train.save import meta_model
@@ -72,12 +72,12 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
     optimizer: Any = make_optimizer(step.student.groups(stage, step.parameters), stage, device, step.recipe.seed)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    packed = kind_of(step.student.model) == "text"
+    kind = kind_of(step.student.model)
     batches = [step.batch(DOCUMENTS if gpu else 1) for _ in range(micro)]
     tokens, said = torch.ones(3, device=device), list[str]()
     run: Any = lambda batch, tokens: (step.micro_batch(batch), {})  # noqa: E731
     graphed = None
-    if step.recipe.runtime.graphs and not obstacle(step.recipe, stage, device, 1, packed):
+    if step.recipe.runtime.graphs and not unrecordable(step.recipe, stage, device, 1, kind):
         run = graphed = GraphedSteps(run, step.parameters, micro, said.append)
 
     def one_step(advance: Advance = silent) -> None:

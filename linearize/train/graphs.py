@@ -23,7 +23,7 @@ from torch import Tensor
 
 from linearize_kernels.hf.cuda_graphs import capture, waiting
 
-from ..data.batches import Batch
+from ..data.batches import Batch, Kind
 from ..recipe.recipe import SFT, AttentionTransfer, Recipe, Stage
 
 # One micro batch: its batch and the counts of the step -> its share of the loss and of the loss's terms.
@@ -38,9 +38,9 @@ LOSS_OFF, NORMS_OFF = 0.02, 0.05
 ROOM = 0.9
 
 
-def obstacle(recipe: Recipe, stage: Stage, device: torch.device, processes: int, packed: bool) -> str:
+def unrecordable(recipe: Recipe, stage: Stage, device: torch.device, processes: int, kind: Kind) -> str:
     """Why micro batches of a stage cannot be recorded, as far as that is known before it runs; empty where they can.
-    `packed`: rows of its data all have one length."""
+    `kind` is that of its samples."""
     runtime = recipe.runtime
     if device.type != "cuda":
         return "there is no GPU"
@@ -52,8 +52,8 @@ def obstacle(recipe: Recipe, stage: Stage, device: torch.device, processes: int,
         return "precision fp16 changes the scale of its loss"
     if stage.optimizer.memory == "small":
         return "optimizer.memory is small, where a recording would hold more"
-    if not packed:
-        return "batches differ in shape"
+    if kind != "text":
+        return f"only packed text is recorded, no {'text with masks' if kind == 'masked' else kind}"
     if isinstance(stage, SFT) and stage.drop_path:
         return "drop_path chooses layers anew"
     return ""

@@ -36,7 +36,7 @@ from ..terminal.signals import END, caught, end_or_stop
 from .compiled import CompiledLayers
 from .drop_path import dropping
 from .fsdp import like, reshard, whole
-from .graphs import LEAST_STEPS, PLAIN_STEPS, GraphedSteps, obstacle
+from .graphs import LEAST_STEPS, PLAIN_STEPS, GraphedSteps, unrecordable
 from .losses import IGNORED
 from .offload import Host, offloaded
 from .progress import StageProgress, forget_peak, memory_bytes
@@ -179,10 +179,10 @@ class StageLoop:
     def _graphs(self, start: int) -> GraphedSteps | None:
         """What records micro batches as CUDA graphs; None where they stay plain."""
         owner, stage = self.owner, self.stage
-        asked, packed = owner.recipe.runtime.graphs, kind_of(owner.model) == "text"
+        asked, kind = owner.recipe.runtime.graphs, kind_of(owner.model)
         if not asked or (asked == "auto" and self.steps - start < PLAIN_STEPS + LEAST_STEPS):
             return None
-        if obstacle(owner.recipe, stage, owner.device, owner.accelerator.num_processes, packed):
+        if unrecordable(owner.recipe, stage, owner.device, owner.accelerator.num_processes, kind):
             return None
         micro = stage.batch.gradient_accumulation_steps
         return GraphedSteps(

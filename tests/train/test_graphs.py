@@ -16,7 +16,7 @@ from training import base, make_recipe, metrics, same, stage, tensors, train
 
 from linearize.errors import LinearizeError
 from linearize.finetune import finetune
-from linearize.train import graphs, loop, runtime
+from linearize.train import graphs, loop, runtime, session
 
 STEPS = 6
 
@@ -39,7 +39,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         yield []
 
     monkeypatch.setattr(loop, "GraphedSteps", functools.partial(graphs.GraphedSteps, record=record, watch=watch))
-    monkeypatch.setattr(loop, "obstacle", lambda *given: "")
+    for module in (loop, session):
+        monkeypatch.setattr(module, "unrecordable", lambda *given: "")
     return counted
 
 
@@ -112,7 +113,7 @@ def test_a_step_that_is_not_finite_changes_nothing(root: Path, tmp_path: Path, m
         ({}, ""),
         ({"device": torch.device("cpu")}, "GPU"),
         ({"processes": 2}, "processes"),
-        ({"packed": False}, "shape"),
+        ({"kind": "images"}, "images"),
         ({"runtime": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
         ({"runtime": {"precision": "fp16"}}, "fp16"),
         ({"stage": {"optimizer": {"lr": 1e-3, "memory": "small"}}}, "optimizer.memory"),
@@ -123,15 +124,22 @@ def test_a_step_that_is_not_finite_changes_nothing(root: Path, tmp_path: Path, m
 def test_what_cannot_be_recorded(root: Path, tmp_path: Path, changed: dict[str, Any], why: str) -> None:
     one = stage("sft", "all", **changed.pop("stage", {}))
     recipe = make_recipe(tmp_path, root, one, runtime=changed.pop("runtime", {}))
-    given = {"device": torch.device("cuda"), "processes": 1, "packed": True, **changed}
-    found = graphs.obstacle(recipe, recipe.stages[0], **given)
+    given = {"device": torch.device("cuda"), "processes": 1, "kind": "text", **changed}
+    found = graphs.unrecordable(recipe, recipe.stages[0], **given)
     assert why in found
     assert bool(found) == bool(why)
 
 
+def test_what_is_asked_for_and_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl"), runtime={"device": "cpu", "graphs": True})
+    with pytest.raises(LinearizeError, match=r"logit_kl: runtime\.graphs.*GPU.*auto"):
+        train(recipe)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_checkpointing_is_none_of_a_transfer(root: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, root, stage("attention_transfer"), runtime={"gradient_checkpointing": True})
-    assert not graphs.obstacle(recipe, recipe.stages[0], torch.device("cuda"), 1, True)
+    assert not graphs.unrecordable(recipe, recipe.stages[0], torch.device("cuda"), 1, "text")
 
 
 class Line:
