@@ -88,8 +88,8 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
         optimizer.step()
         optimizer.zero_grad(set_to_none=graphed is None)
 
-    counted = Products() if gpu and not step.recipe.runtime.compile else contextlib.nullcontext()
-    with counted:
+    counted = Products()
+    with counted if gpu and not step.recipe.runtime.compile else contextlib.nullcontext():
         one_step(advance)
     for _ in range(PLAIN_STEPS + 1 if graphed else 0):
         one_step()
@@ -103,8 +103,7 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
     }
     if gpu:
         works, rate = device_ms(one_step), card_flops()
-        known = isinstance(counted, Products) and rate
-        found["products"] = counted.flops / seconds / rate if known else None
+        found["products"] = counted.flops / seconds / rate if counted.flops and rate else None
         found["device_waits"] = None if works is None else max(0.0, 1 - works / 1e3 / seconds)
         found["graphs"], found["note"] = graphed is not None and graphed.checked, said[0] if said else None
     if graphed is not None:
