@@ -46,17 +46,21 @@ def once(tensor: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made
 
     It must follow from `tensor` and `key` alone, hold no reference to `tensor`, and be changed by nobody. Nothing is kept
     for None, while a graph is recorded, and of tensors that do not tell when they change. A tensor with a dict `memo` keeps
-    there what was made: a server's promise that it stays, and that all layers of a step call with it after the same
-    number of tokens.
+    there what was made, and a tensor that was made of it does the same: the promise of a server, or of one who records a
+    CUDA graph, that the tensor belongs to one pass, and that all layers call with it after the same number of tokens.
     """
-    if tensor is None or is_tracing(tensor):
+    if tensor is None or torch.compiler.is_compiling():
         return make()
-    memo = getattr(tensor, "memo", None)
+    memo = getattr(tensor, "memo", None) if isinstance(tensor, Tensor) else None
     if memo is not None:
         if key not in memo:
-            memo[key] = make()
+            memo[key] = made_now = make()
+            if isinstance(made_now, Tensor):
+                made_now.memo = {}  # type: ignore[attr-defined]
         found: Made = memo[key]
         return found
+    if is_tracing(tensor):
+        return make()
     if tensor.is_inference() or torch.is_inference_mode_enabled():
         return make()
     version, made = made_of.get(tensor, (None, {}))
@@ -66,6 +70,13 @@ def once(tensor: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made
     if key not in made:
         made[key] = make()
     return made[key]
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """`is_tracing`, but for a CUDA graph that is recorded: there Python runs as always, and only waiting is forbidden."""
+    if torch.compiler.is_compiling() or not is_tracing(tensor):
+        return is_tracing(tensor)
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def this_thread() -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import warnings
 import weakref
@@ -267,7 +268,7 @@ class Step:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[list[str]]:
-    """Within: what waits for the GPU, which cannot be recorded, adds a line to the list."""
+    """Within: each place in the code that waits for the GPU, which cannot be recorded, is added to the list."""
     lines: list[str] = []
     if not torch.cuda.is_available():
         yield lines
@@ -281,9 +282,9 @@ def waiting() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
             lines += [
-                line
+                f"{os.path.basename(one.filename)}:{one.lineno}"
                 for one in warned
-                if "called a synchronizing CUDA" in (line := str(one.message)) and not one.filename.endswith(MASKS)
+                if "called a synchronizing CUDA" in str(one.message) and not one.filename.endswith(MASKS)
             ]
 
 

@@ -24,9 +24,8 @@ from transformers.masking_utils import (
     or_masks,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.import_utils import is_tracing
 
-from ..layout import check_columns, seen_through
+from ..layout import check_columns, is_traced, seen_through
 
 # linearize_sdpa: some layers keep softmax, through sdpa. linearize_all_sdpa: none does, so no T x T mask is built.
 # linearize_transfer_sdpa: softmax runs everywhere, and each mixer is compared with it on the same input.
@@ -119,6 +118,6 @@ def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     elif prefix == ALL:
         return seen_through(kwargs.get("attention_mask"), kwargs.get("q_length"))
     mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)
-    if isinstance(mask, Tensor) and not is_tracing(mask):
+    if isinstance(mask, Tensor) and not is_traced(mask):
         mask.of_transformers = asked  # type: ignore[attr-defined]
     return mask

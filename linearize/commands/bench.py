@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal.arguments import Overrides, check_base, path, split_values
 from ..terminal.arguments import model as model_name
-from ..terminal.arguments import path, split_values
 from ..terminal.output import Json, finite, print_json, say, show
 from ..terminal.progress import TORCH, starting
 
@@ -124,6 +124,31 @@ def bench_model(
     model = model_name(models[0]) if models else None
     asked = parse_settings([*options, *(settings or [])])
     result = measure(model, shape, to, preset=preset, options=asked, compiled=compiled, tell=say, **numbers)
+    if as_json:
+        print_json(result)
+    else:
+        show(markdown(result))
+
+
+@bench.command("train")
+def bench_train(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a preset (list: linearize recipes ls).")],
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Time the steps of a recipe's stages, on random weights and tokens, beside those of a student that keeps softmax.
+
+    It prints tokens/s, the share of the card's products, and the share of a step in which the card waits for Python.
+    """
+    check_base(overrides or [])
+    from ..recipe.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    with starting():
+        from ..bench.train import bench_train as measure
+        from ..bench.train import markdown
+
+    result = measure(loaded, say)
     if as_json:
         print_json(result)
     else:

@@ -145,7 +145,14 @@ def real_tokens(batch: Batch) -> Tensor | None:
 
 def collate(items: list[Batch], device: torch.device) -> Batch:
     """Stack samples and move them."""
-    return {key: torch.stack([item[key] for item in items]).to(device) for key in items[0]}
+    return {key: moved(torch.stack([item[key] for item in items]), device) for key in items[0]}
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device; a GPU goes on with its work meanwhile, which a copy from other memory would wait for."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def by_length(batches: list[Batch]) -> list[Batch]:

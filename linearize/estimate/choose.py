@@ -1,4 +1,5 @@
-"""Replace what a recipe leaves open by what fits the device: `optimizer.memory: auto`, `runtime.batch: auto`."""
+"""Replace what a recipe leaves open by what fits the device: `runtime.gradient_checkpointing: auto`,
+`optimizer.memory: auto`, `runtime.batch: auto`."""
 
 from __future__ import annotations
 
@@ -7,21 +8,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..data.batches import tokens_per_sample
-from ..recipe.recipe import Recipe, trains_source
+from ..recipe.recipe import AttentionTransfer, Recipe, trains_source
 from ..terminal.output import counted, size
 from .advice import fitting_rows
-from .estimate import estimate, sharded
+from .estimate import Cost, estimate, sharded
 from .gpus import Device
 from .memory import Rehearsal
 
 # Tokens of a micro batch beyond which a GPU has enough to do.
 ENOUGH = 1 << 15
+# Those that have to fit with all activations; of fewer a GPU that computes them again is as fast.
+KEPT = 1 << 13
 SMALLER = "So optimizer.memory is small: moments in 8 bits, source weights and their gradients in the model's dtype"
 
 
 def is_open(recipe: Recipe) -> bool:
     """Whether a recipe leaves something to the device."""
-    return recipe.runtime.batch == "auto" or any(stage.optimizer.memory == "auto" for stage in recipe.stages)
+    return "auto" in (recipe.runtime.batch, recipe.runtime.gradient_checkpointing) or any(
+        stage.optimizer.memory == "auto" for stage in recipe.stages
+    )
 
 
 def as_before(recipe: Recipe, record: Path) -> Recipe:
@@ -33,14 +38,18 @@ def as_before(recipe: Recipe, record: Path) -> Recipe:
         if values["runtime"]["batch"] == "auto":
             now["batch"] = then["batch"]
     values["runtime"]["batch"] = "given"
+    if values["runtime"]["gradient_checkpointing"] == "auto":
+        values["runtime"]["gradient_checkpointing"] = before["runtime"]["gradient_checkpointing"]
     return recipe.changed(values)
 
 
 def without_auto(recipe: Recipe) -> Recipe:
-    """All that is left open as it is without this file: the batch as given, and `full`; where FSDP2 shards weights once
-    for all stages, `small` beside a `small` that is given."""
+    """All that is left open as it is without this file: the batch as given, activations kept unless they are offloaded,
+    and `full`; where FSDP2 shards weights once for all stages, `small` beside a `small` that is given."""
     values = recipe.resolved()
     values["runtime"]["batch"] = "given"
+    if values["runtime"]["gradient_checkpointing"] == "auto":
+        values["runtime"]["gradient_checkpointing"] = recipe.runtime.offload_activations
     of_source = [stage for stage in values["stages"] if trains_source(stage["train"])]
     alike = sharded("FSDP") and any(stage["optimizer"]["memory"] == "small" for stage in of_source)
     for stage in values["stages"]:
@@ -54,11 +63,17 @@ def choose(
 ) -> Recipe:
     """The recipe with everything chosen; `rehearse` makes a rehearsal. `say` gets what was chosen and why.
 
-    First the optimizer: `small` in a stage that asks for it and does not fit otherwise. Then, on a GPU, the rows of a
-    micro batch, of the blocks of its step.
+    First whether activations are computed again: where they do not fit. Then the optimizer: `small` in a stage that
+    asks for it and does not fit otherwise. Then, on a GPU, the rows of a micro batch, of the blocks of its step.
     """
     plain = without_auto(recipe)
     cost, values = estimate(rehearse(plain), device), plain.resolved()
+    free = recipe.runtime.gradient_checkpointing == "auto" and not plain.runtime.gradient_checkpointing
+    if free and cost.checkpointing and not keeps_activations(plain, cost):
+        values["runtime"]["gradient_checkpointing"] = True
+        plain = recipe.changed(values)
+        cost = estimate(rehearse(plain), device)
+        say("activations are computed again in the backward pass (gradient_checkpointing): all of them do not fit")
     open_stages = [stage.optimizer.memory == "auto" for stage in recipe.stages]
     changed = False
     tight = [] if sharded("DEEPSPEED") else [one for one in cost.too_large if open_stages[cost.stages.index(one)]]
@@ -84,3 +99,15 @@ def choose(
             micro = counted(blocks // rows, "micro batch", "micro batches")
             say(f"{one.stage.name}: {counted(rows, 'block')} in a micro batch, {micro} in a step")
     return recipe.changed(values)
+
+
+def keeps_activations(recipe: Recipe, cost: Cost) -> bool:
+    """Whether each stage that could compute activations again fits with them, in micro batches of KEPT tokens."""
+    if cost.too_large or cost.device.kind == "cpu":
+        return not cost.too_large
+    for one in cost.stages:
+        blocks, length = one.stage.batch.blocks, tokens_per_sample(recipe.data_for(one.stage))
+        rows = fitting_rows(one, cost.device, blocks)
+        if not isinstance(one.stage, AttentionTransfer) and rows * length < min(KEPT, blocks * length):
+            return False
+    return True

@@ -1,30 +1,35 @@
-"""`linearize estimate --measure`: two real optimizer steps of each stage on this device, on random weights."""
+"""`linearize estimate --measure` and `bench train`: real steps of each stage on this device, on random weights."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import torch
 
-from ..data.batches import tokens_per_sample
-from ..recipe.recipe import Stage
+from ..bench.timing import device_ms, wait
+from ..data.batches import kind_of, tokens_per_sample
+from ..recipe.recipe import AttentionTransfer, Stage
 from ..terminal.progress import Advance, progress, silent
 from ..train.device import on_cpu
+from ..train.graphs import PLAIN_STEPS, GraphedSteps, unrecordable
 from ..train.progress import forget_peak, memory_bytes
 from ..train.runtime import make_optimizer
 from ..train.save import meta_model
+from ..train.speed import Products, card_flops
 from ..train.student import Student
 from ..train.teacher import give_teacher
 from .memory import Rehearsal
 from .step import Step
 
-STEPS = 2  # of each stage
+STEPS = 2  # of each stage; before them those in which a graph is recorded and compared
+DOCUMENTS = 8  # of a row: softmax of a row that holds one takes other kernels than most of packed text
 
 
-def measure_stages(rehearsal: Rehearsal, chosen: list[Stage]) -> list[dict[str, float]]:
-    """Of each chosen stage `tokens_per_s` of the second step, and `peak` bytes: of tensors on a GPU, of the process on
-    a CPU; `reserved` is what the allocator had taken. The first step compiles kernels."""
+def measure_stages(rehearsal: Rehearsal, chosen: list[Stage], softmax: bool = False) -> list[dict[str, Any]]:
+    """Each chosen stage as `measure_steps` measures it. With `softmax` each, but a transfer, is also measured with a
+    student that keeps its softmax, under the key `softmax`."""
     recipe, device = rehearsal.recipe, torch.device("cpu" if on_cpu(rehearsal.recipe) else "cuda")
     passes = sum(STEPS * stage.batch.gradient_accumulation_steps + 1 for stage in recipe.stages if stage in chosen)
     with progress("measuring", 1 + passes) as advance:
@@ -40,43 +45,71 @@ def measure_stages(rehearsal: Rehearsal, chosen: list[Stage]) -> list[dict[str, 
             step.prepare()
             if stage in chosen:
                 step.compile()
-                found.append(measure_steps(step, device, advance))
+                one = measure_steps(step, device, advance)
+                if softmax and not isinstance(stage, AttentionTransfer) and hasattr(model, "teacher"):
+                    with model.teacher():
+                        one["softmax"] = measure_steps(step, device)
+                found.append(one)
     return found
 
 
-def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -> dict[str, float]:
-    """STEPS optimizer steps of a stage that is prepared, on random tokens and at learning rate 0; `advance` counts
-    micro batches, and the evaluation as one.
+def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -> dict[str, Any]:
+    """Optimizer steps of a stage that is prepared, on random tokens and at learning rate 0, and an evaluation;
+    `advance` counts micro batches, and the evaluation as one.
+
+    `tokens_per_s` is that of the last step, for the first ones compile kernels and record graphs, `peak` are bytes: of
+    tensors on a GPU, of the process on a CPU; `reserved` is what the allocator had taken. On a GPU also
+    `device_waits`, the share of a step in which it has nothing to do, `products`, the share of the card's dense bf16
+    products that a step reaches, both None where they are not known, and `graphs`, whether micro batches were recorded.
 
     A recipe's first steps are small, since its rate warms up. At its full rate the gates of a model that means nothing
     close within a step, and kernels then take the slow way of chunks that decay by more than their range.
     """
-    gpu = device.type == "cuda"
+    gpu, stage, micro = device.type == "cuda", step.stage, step.stage.batch.gradient_accumulation_steps
     if gpu:
         torch.cuda.empty_cache()
         forget_peak()
-    stage = step.stage
     optimizer: Any = make_optimizer(step.student.groups(stage, step.parameters), stage, device, step.recipe.seed)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    seconds = 0.0
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        for _ in range(stage.batch.gradient_accumulation_steps):
-            step.micro_batch(step.batch())
+    kind = kind_of(step.student.model)
+    batches = [step.batch(DOCUMENTS if gpu else 1) for _ in range(micro)]
+    tokens, said = torch.ones(3, device=device), list[str]()
+    run: Any = lambda batch, tokens: (step.micro_batch(batch), {})  # noqa: E731
+    graphed = None
+    if step.recipe.runtime.graphs and not unrecordable(step.recipe, stage, device, 1, kind):
+        run = graphed = GraphedSteps(run, step.parameters, micro, said.append)
+
+    def one_step(advance: Advance = silent) -> None:
+        for batch in batches:
+            run(batch, tokens)
             advance(1)
         torch.nn.utils.clip_grad_norm_(step.parameters, stage.optimizer.max_grad_norm)
         optimizer.step()
-        optimizer.zero_grad()
-        if gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-    step.evaluate(step.batch())
-    advance(1)
-    tokens = stage.batch.blocks * tokens_per_sample(step.recipe.data_for(stage))
-    peak = memory_bytes()
-    return {
-        "tokens_per_s": tokens / seconds,
-        "peak": peak,
-        "reserved": torch.cuda.max_memory_reserved() if gpu else peak,
+        optimizer.zero_grad(set_to_none=graphed is None)
+
+    counted = Products()
+    with counted if gpu and not step.recipe.runtime.compile else contextlib.nullcontext():
+        one_step(advance)
+    for _ in range(PLAIN_STEPS + 1 if graphed else 0):
+        one_step()
+    wait()
+    began = time.perf_counter()
+    one_step(advance)
+    wait()
+    seconds = time.perf_counter() - began
+    found: dict[str, Any] = {
+        "tokens_per_s": stage.batch.blocks * tokens_per_sample(step.recipe.data_for(stage)) / seconds
     }
+    if gpu:
+        works, rate = device_ms(one_step), card_flops()
+        found["products"] = counted.flops / seconds / rate if counted.flops and rate else None
+        found["device_waits"] = None if works is None else max(0.0, 1 - works / 1e3 / seconds)
+        found["graphs"], found["note"] = graphed is not None and graphed.checked, said[0] if said else None
+    if graphed is not None:
+        graphed.close()
+    optimizer.zero_grad()
+    step.evaluate(batches[0])
+    advance(1)
+    peak = memory_bytes()
+    return found | {"peak": peak, "reserved": torch.cuda.max_memory_reserved() if gpu else peak}

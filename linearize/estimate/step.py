@@ -56,9 +56,9 @@ class Step:
         if self.recipe.runtime.compile and not self.transfers:
             self.compiled = CompiledLayers(self.student.model).on
 
-    def batch(self) -> Batch:
-        """One micro batch of the recipe's size on the model's device: random tokens, all of which count, or black
-        images."""
+    def batch(self, documents: int = 1) -> Batch:
+        """One micro batch of the recipe's size on the model's device: random tokens, all of which count, in so many
+        documents a row, or black images."""
         model, rows = self.student.model, self.stage.batch.per_device
         device = next(model.parameters()).device
         kind, length = kind_of(model), self.recipe.data_for(self.stage).pack.seq_len
@@ -68,7 +68,7 @@ class Step:
             length = 1
         else:
             inputs = {"input_ids": torch.randint(model.config.get_text_config().vocab_size, (rows, length))}
-            place = torch.arange(length).expand(rows, -1)
+            place = (torch.arange(length) % -(-length // documents)).expand(rows, -1)
             inputs |= {"position_ids": place} if kind == "text" else {"attention_mask": torch.ones_like(place)}
         made = {"labels": torch.zeros(rows, length, dtype=torch.long), "valid": torch.ones(rows, length).bool()}
         if self.stored is not None:
@@ -87,9 +87,10 @@ class Step:
         batch: Batch,
         before_backward: Callable[[], None] = lambda: None,
         after_backward: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Forward and backward, as `StageLoop._micro_batch`; `before_backward` is called when a forward pass is over,
-        of a transfer after that of each layer's mixer, `after_backward` when the backward pass is."""
+    ) -> Tensor:
+        """Forward and backward, as `StageLoop._micro_batch`; returns the loss. `before_backward` is called when a
+        forward pass is over, of a transfer after that of each layer's mixer, `after_backward` when the backward pass
+        is."""
         model, device = self.student.model, batch["labels"].device
         autocast = self.autocast(device)
         set_training(model, dropout=not isinstance(self.stage, FeatureCosine))
@@ -104,13 +105,14 @@ class Step:
             layers = [module.mixer.site.layer for module in model.modules() if hasattr(module, "mixer")]
             power = {layer: torch.ones((), device=device) for layer in layers}
             with autocast():
-                transfer_loss(self.student, batch, tokens[0], power, backward)
-        else:
-            saving: Callable[[], Any] = contextlib.nullcontext
-            if self.recipe.runtime.offload_activations:
-                saving = partial(offloaded, self.host or Host(model))
-            with self.compiled():
-                backward(end_to_end_loss(self.stage, self.student, model, batch, tokens, autocast, saving)[0])
+                return transfer_loss(self.student, batch, tokens[0], power, backward)
+        saving: Callable[[], Any] = contextlib.nullcontext
+        if self.recipe.runtime.offload_activations:
+            saving = partial(offloaded, self.host or Host(model))
+        with self.compiled():
+            loss = end_to_end_loss(self.stage, self.student, model, batch, tokens, autocast, saving)[0]
+            backward(loss)
+        return loss.detach()
 
     def evaluate(self, batch: Batch) -> None:
         """What an evaluation does with a batch, as `measure.evaluate.score`."""

@@ -155,9 +155,10 @@ class Job:
         if self.device.kind == "cpu" and self.is_small:
             self.recipe = without_auto(self.recipe)
         else:
-            # At most: a second rehearsal follows where an optimizer had to become smaller.
+            # At most: others follow where activations do not fit, and where an optimizer had to become smaller.
+            runtime = self.recipe.runtime
             automatic = any(stage.optimizer.memory == "auto" for stage in self.recipe.stages)
-            count = 1 + automatic * (self.recipe.runtime.batch == "auto")
+            count = 1 + automatic * (runtime.batch == "auto") + (runtime.gradient_checkpointing == "auto")
             with progress("trying batch and optimizer", count * Rehearsal.parts(self.recipe)) as advance:
                 self.recipe = choose(self.recipe, lambda one: self.rehearse(one, advance), self.device, self.say)
         if self.run is not None:

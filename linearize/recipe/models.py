@@ -446,10 +446,12 @@ class Runtime(Strict):
     """auto: a CUDA device where torch sees one, else the CPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the arithmetic; auto: bf16 on a GPU, fp32 on a CPU. Trained weights and states stay in fp32."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time."""
+    gradient_checkpointing: Literal["auto", True, False] = False
+    """Compute activations again in the backward pass: less memory, more time; auto: where the device is too small."""
     offload_activations: bool = False
     """Keep in the host's memory what gradient_checkpointing stores, for rows of many tokens."""
+    graphs: Literal["auto", True, False] = "auto"
+    """Micro batches of packed text as one CUDA graph each, for GPUs that wait for Python; auto: where it is faster."""
     compile: bool = False
     """torch.compile of each layer in the stages behind attention transfer: minutes at the start, then more tokens/s."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.augment import mixed
-from ..data.batches import Samples, by_length, collate, targets
+from ..data.batches import Samples, by_length, collate, kind_of, moved, targets
 from ..data.images import Images
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError, resource_error
@@ -36,15 +36,24 @@ from ..terminal.signals import END, caught, end_or_stop
 from .compiled import CompiledLayers
 from .drop_path import dropping
 from .fsdp import like, reshard, whole
+from .graphs import LEAST_STEPS, PLAIN_STEPS, GraphedSteps, unrecordable
 from .losses import IGNORED
 from .offload import Host, offloaded
 from .progress import StageProgress, forget_peak, memory_bytes
 from .runs import OPTIMIZER, Position, reading
+from .speed import Products, Speed
 from .stages import end_to_end_loss, transfer_loss, written
 
 if TYPE_CHECKING:
     from ..measure.evaluate import Score
     from .session import Finetuner
+
+
+# Optimizer steps, and seconds, after which losses are read from a GPU, which waits for Python then.
+READ_EVERY, READ_SECONDS = 10, 1.0
+DEFERRING = ("cuda",)
+# A step that is done, its loss, its gradients' norm, its learning rate, its terms: tensors, or numbers that were read.
+Unread = tuple[int, Any, Any, float, dict[str, Any]]
 
 
 def seed_for(*parts: int) -> int:
@@ -141,6 +150,13 @@ class StageLoop:
         self.saving: Callable[[], Any] = contextlib.nullcontext
         if owner.recipe.runtime.offload_activations:
             self.saving = functools.partial(offloaded, Host(owner.model))
+        self.graphed: GraphedSteps | None = None
+        # Losses and norms of steps that nobody has read. Several processes stop together, a loss scale is changed by
+        # the host, and small optimizers cannot leave a step out, so there each step is read before its update.
+        self.unread: list[Unread] = []
+        raw: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.defers = defers(accelerator, raw)
+        self.speed = Speed()
 
     # ------------------------------------------------------------ the loop
 
@@ -148,32 +164,81 @@ class StageLoop:
         """Steps `start`..`steps`, with metrics, evaluation and checkpoints on the way."""
         owner = self.owner
         self.read_ahead(start)
+        self.graphed = self._graphs(start)
         try:
             with dropping(owner.model, self.stage.drop_path if isinstance(self.stage, SFT) else 0.0):
                 self._steps(start)
         finally:
             self.over.value, self.reader = True, None  # which ends its processes
+            if self.graphed is not None:
+                self.graphed.close()
+            self.graphed = None
         if self.wrapped is not owner.model:
             owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
+
+    def _graphs(self, start: int) -> GraphedSteps | None:
+        """What records micro batches as CUDA graphs; None where they stay plain."""
+        owner, stage = self.owner, self.stage
+        asked, kind = owner.recipe.runtime.graphs, kind_of(owner.model)
+        if not asked or (asked == "auto" and self.steps - start < PLAIN_STEPS + LEAST_STEPS):
+            return None
+        if unrecordable(owner.recipe, stage, owner.device, owner.accelerator.num_processes, kind):
+            return None
+        micro = stage.batch.gradient_accumulation_steps
+        return GraphedSteps(
+            self._micro_batch, self.parameters, micro, lambda why: owner.say(f"note: {stage.name}: {why}")
+        )
 
     def _steps(self, start: int) -> None:
         owner, began, self.since = self.owner, time.monotonic(), start
         later = owner.later(self.number)
         quiet = not owner.accelerator.is_main_process
         unit = unit_of(owner.recipe.data_for(self.stage).train)
+
+        def report(done: int, loss: float, norm: float, lr: float, terms: dict[str, float]) -> None:
+            rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
+            self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
+            seconds = ((self.steps - done) * self.tokens_per_step + later) / rate
+            left = f"{duration(seconds)} left{' in all' * bool(later)}" if seconds else "evaluation and saving follow"
+            bar.update(done, loss, rate, left)
+
         with StageProgress(self.stage, self.steps, start, quiet, unit) as bar, self._interruptible():
+            self.speed.resume(start)
             for step in range(start, self.steps):
-                loss, norm, lr, terms = self.step(step)
+                self.unread.append((step + 1, *self.step(step)))
                 done = step + 1
-                rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
-                self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
-                seconds = ((self.steps - done) * self.tokens_per_step + later) / rate
-                left = (
-                    f"{duration(seconds)} left{' in all' * bool(later)}" if seconds else "evaluation and saving follow"
-                )
-                bar.update(done, loss, rate, left)
-                if self._after(done):
-                    break
+                due = self._due(done)
+                if due or not self.defers or len(self.unread) >= self.speed.steps_in(READ_SECONDS, READ_EVERY):
+                    self._read(report)
+                if due:
+                    if self._after(done):
+                        break
+                    self.speed.resume(done)
+        if line := self.speed.line(self.tokens_per_step, unit, self.graphed is not None and self.graphed.checked):
+            owner.say(f"{self.stage.name}: {line}")
+
+    def _due(self, done: int) -> bool:
+        """Whether something other than the next step follows: an evaluation, a checkpoint, an end."""
+        recipe, every = self.owner.recipe, self.owner.recipe.eval.every_steps
+        self.stopping |= self.defers and self.owner.interrupted
+        known = done == self.steps or done % recipe.checkpoint.every_steps == 0
+        return known or self.stopping or bool(every and done % every == 0)
+
+    def _read(self, report: Callable[[int, float, float, float, dict[str, float]], None]) -> None:
+        """Report the steps since the last time, which waits for the device. Raises LinearizeError (exit 6) for a step
+        whose loss or gradient is not finite: its update was left out."""
+        flat = [x for _, loss, norm, _, terms in self.unread for x in (loss, norm, *terms.values())]
+        numbers = iter(torch.stack(flat).tolist() if self.defers else flat)
+        steps = [
+            (done, next(numbers), next(numbers), lr, {name: next(numbers) for name in terms})
+            for done, _, _, lr, terms in self.unread
+        ]
+        self.unread = []
+        self.speed.note(steps[-1][0])
+        for done, loss, norm, lr, terms in steps:
+            if self.defers:
+                self._check_finite(loss, norm, lr, done - 1)
+            report(done, loss, norm, lr, terms)
 
     def _after(self, done: int) -> bool:
         """What is due after a step: evaluation, a checkpoint, the end of an interrupted run. Returns whether the stage
@@ -211,9 +276,9 @@ class StageLoop:
         owner.say(f"note: {self.stage.name} ends after step {done} of {self.steps}: {without}")
         return True
 
-    def step(self, step: int) -> tuple[float, float, float, dict[str, float]]:
+    def step(self, step: int) -> tuple[Any, Any, float, dict[str, Any]]:
         """One optimizer step over all micro batches: mean loss, gradient norm before clipping, learning rate, and the
-        terms of a loss of two."""
+        terms of a loss of two. Where reading is put off these are tensors, but for the rate."""
         owner, accelerator = self.owner, self.owner.accelerator
         micro = by_length([self.batch(step, m) for m in range(self.stage.batch.gradient_accumulation_steps)])
         data = owner.recipe.data_for(self.stage)
@@ -229,27 +294,46 @@ class StageLoop:
         )
         tokens = accelerator.reduce(counts.sum(0), "sum")
         losses, terms = [], list[dict[str, Tensor]]()
-        set_training(owner.model, dropout=not isinstance(self.stage, FeatureCosine))
+        run: Callable[..., Any] = self.graphed or self._micro_batch
+        if self.graphed is None or not self.graphed.checked:
+            set_training(owner.model, dropout=not isinstance(self.stage, FeatureCosine))
         for number, batch in enumerate(micro):
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
             last = number == len(micro) - 1
-            with accelerator.no_sync(self.wrapped) if self.replicated and not last else contextlib.nullcontext():
-                share, parts = self._micro_batch(batch, tokens)
+            apart = accelerator.no_sync(self.wrapped) if self.replicated and not last else contextlib.nullcontext()
+            with apart, self._counted(step, number):
+                share, parts = run(batch, tokens)
             losses.append(share)
             terms.append(parts)
         if not self.replicated and accelerator.num_processes > 1:
             self._add_gradients()
-        norm = float(accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.max_grad_norm))
+        norm = accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.max_grad_norm)
         shares = torch.stack(losses).sum()
         names = [*terms[0]]
         sums = [torch.stack([parts[name] for parts in terms]).sum() for name in names]
+        lr = self.stage.optimizer.lr * self.schedule(step)
+        if self.defers:
+            self._update_if_finite(shares, norm, lr)
+            return shares, norm.to(shares.dtype), lr, dict(zip(names, sums, strict=True))
+        norm = float(norm)
         loss, stop, *values = accelerator.reduce(
             torch.stack([shares, shares.new_tensor(owner.interrupted), *sums]), "sum"
         ).tolist()
         self.stopping = stop > 0  # all processes stop after the same step, whichever was told first
-        lr = self.stage.optimizer.lr * self.schedule(step)
         self._update(loss, norm, lr, step)
         return loss, norm, lr, dict(zip(names, values, strict=True))
+
+    @contextlib.contextmanager
+    def _counted(self, step: int, number: int) -> Iterator[None]:
+        """Within: on a GPU the products of a micro batch are counted, once, when its kernels are compiled. Layers that
+        torch.compile made do not show theirs."""
+        gpu = self.owner.device.type == "cuda" and not self.owner.recipe.runtime.compile
+        if step != self.since + 1 or number or not gpu:
+            yield
+            return
+        with Products() as counted:
+            yield
+        self.speed.flops = counted.flops * self.stage.batch.gradient_accumulation_steps
 
     def _add_gradients(self) -> None:
         """Over processes, for parameters that neither DDP nor FSDP takes care of."""
@@ -260,16 +344,31 @@ class StageLoop:
 
     def _update(self, loss: float, norm: float, lr: float, step: int) -> None:
         """The optimizer's part of a step, unless loss or gradients are unusable."""
+        self._check_finite(loss, norm, lr, step)
+        self._step_optimizer(lr)
+
+    def _update_if_finite(self, loss: Tensor, norm: Tensor, lr: float) -> None:
+        """`_update` without a look at the numbers: the optimizer's kernel leaves the step out where they are unusable,
+        and `_read` says so."""
+        usable = torch.isfinite(loss) & torch.isfinite(norm)
+        raw: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        raw.found_inf = (~usable).float()
+        self._step_optimizer(lr)
+
+    def _check_finite(self, loss: float, norm: float, lr: float, step: int) -> None:
+        """Raise LinearizeError (exit 6) for a loss or a gradient that is not finite. A loss scale that was too high
+        makes infinite gradients now and then; the scaler leaves such a step out."""
         scaler = self.owner.accelerator.scaler
-        # A loss scale that was too high makes infinite gradients now and then; such a step is skipped.
         if not math.isfinite(loss) or (scaler is None and not math.isfinite(norm)):
             self._log(step + 1, loss=loss, grad_norm=norm, lr=lr)
             what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
             raise self.owner.not_finite(what, self.number, step + 1)
+
+    def _step_optimizer(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["factor"]
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.graphed is None)  # a recording adds to gradients where they lie
         reshard(self.owner.model)  # DeepSpeed leaves weights gathered whose module's input has no gradient
 
     def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -292,7 +391,7 @@ class StageLoop:
             read = next(self.reader)
             if isinstance(read, LinearizeError):
                 raise read
-            return {key: value.to(self.owner.device) for key, value in read.items()}
+            return {key: moved(value, self.owner.device) for key, value in read.items()}
         return collate([self.stream[k] for k in self.places(step, micro)], self.owner.device)
 
     def places(self, step: int, micro: int) -> range:
@@ -371,6 +470,14 @@ class StageLoop:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         if state["scaler"] is not None and self.owner.accelerator.scaler is not None:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def defers(accelerator: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether losses of several steps are read at once: one process on a GPU, whose optimizer itself leaves out a step
+    with unusable gradients."""
+    alone = accelerator.num_processes == 1 and accelerator.scaler is None
+    fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+    return fused and alone and accelerator.device.type in DEFERRING
 
 
 def selection_metric(entry: Mapping[str, Any]) -> float:

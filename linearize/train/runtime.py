@@ -26,6 +26,7 @@ from .fsdp import read_plugin
 from .small_adamw import SmallAdamW
 
 Say = Callable[[str], None]
+FUSED = ("cuda",)  # devices on which the optimizer is one kernel
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
 # The main process converts, tokenises and saves alone, while the others wait.
 PATIENCE = timedelta(days=1)
@@ -137,7 +138,7 @@ def make_optimizer(
     chosen = stage.optimizer
     if chosen.memory == "small":
         return SmallAdamW(groups, lr=chosen.lr, betas=chosen.betas, weight_decay=chosen.weight_decay, seed=seed)
-    fused = device.type == "cuda"
+    fused = device.type in FUSED
     return torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, weight_decay=chosen.weight_decay, fused=fused)
 
 

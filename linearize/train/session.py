@@ -55,6 +55,7 @@ from .deepspeed_zero3 import partition, read_config
 from .drop_path import layers_of
 from .fit import Fit
 from .fsdp import reshard, shard, whole
+from .graphs import unrecordable
 from .loop import StageLoop, batch_norms, seed_for
 from .progress import pace
 from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, read_position, reading
@@ -113,6 +114,12 @@ class Finetuner:
         for stage in self.recipe.stages:
             if isinstance(stage, OnPolicyKL) and self.sharded:
                 message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
+                raise LinearizeError(message, Exit.INCOMPATIBLE)
+            reason = unrecordable(self.recipe, stage, self.device, self.accelerator.num_processes, kind_of(self.model))
+            if reason and self.recipe.runtime.graphs is True:
+                message = (
+                    f"{stage.name}: runtime.graphs is true, and {reason}. Set it to auto, which leaves such steps plain"
+                )
                 raise LinearizeError(message, Exit.INCOMPATIBLE)
         for note in stage_notes(
             self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
@@ -590,7 +597,7 @@ def check_model(model: Any, recipe: Recipe) -> None:
             "model.dtype: bfloat16, or optimizer.memory: full",
             Exit.INCOMPATIBLE,
         )
-    if recipe.runtime.gradient_checkpointing and not model.supports_gradient_checkpointing:
+    if recipe.runtime.gradient_checkpointing is True and not model.supports_gradient_checkpointing:
         raise LinearizeError(
             f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
             Exit.INCOMPATIBLE,

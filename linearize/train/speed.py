@@ -1,0 +1,86 @@
+"""How fast a stage runs, and what share of a card's products that is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ..terminal.output import percent
+
+# Steps of a process before its speed counts: kernels compile in them, and graphs are recorded.
+FIRST = 5
+
+
+class Speed:
+    """The time of a stage's steps, without evaluations, checkpoints and the first steps; `flops` are the products of
+    one step, where they were counted."""
+
+    def __init__(self) -> None:
+        self.flops = 0.0
+        self.start: int | None = None  # of this process
+        self.steps, self.seconds = 0, 0.0
+        self.mark = (0, 0.0)
+        self.last = 0.0  # seconds of a step, at last
+
+    def resume(self, done: int) -> None:
+        """Steps begin, after something else."""
+        self.start = done if self.start is None else self.start
+        self.mark = done, time.monotonic()
+
+    def note(self, done: int) -> None:
+        """So many steps are done, and the device with them."""
+        now, (before, then) = time.monotonic(), self.mark
+        self.mark = done, now
+        if done == before:
+            return
+        self.last = (now - then) / (done - before)
+        if self.start is not None and before >= self.start + FIRST:
+            self.steps, self.seconds = self.steps + done - before, self.seconds + now - then
+
+    def steps_in(self, seconds: float, most: int) -> int:
+        """How many steps take that long, from 1 to `most`."""
+        return max(1, min(most, int(seconds / self.last))) if self.last else 1
+
+    def line(self, tokens_per_step: int, unit: str, graphed: bool) -> str:
+        """One line on a stage that ran on a GPU; empty where it was too short, or there is none."""
+        if not self.steps or not torch.cuda.is_available():
+            return ""
+        found = f"{self.steps * tokens_per_step / self.seconds:,.0f} {unit}/s"
+        rate = card_flops()
+        if self.flops and rate:
+            found += f", {percent(self.flops * self.steps / self.seconds / rate)} of the card's products"
+        return f"{found}, as CUDA graphs" if graphed else found
+
+
+class Products(TorchDispatchMode):
+    """Within: the products of what runs are counted, twice each; of what is computed again, too. `flops` is 0 where
+    torch's formula does not take an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flops, self._known = 0.0, True
+
+    @property
+    def flops(self) -> float:
+        return self._flops * self._known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            try:
+                self._flops += formula(*args, **(kwargs or {}), out_val=out)
+            except Exception:  # such as those of attention for fewer key heads
+                self._known = False
+        return out
+
+
+def card_flops() -> float | None:
+    """Dense bf16 products a second of the first GPU by its data sheet; None where that is not known."""
+    from ..estimate.gpus import present
+
+    return present(cpu=False).flops
