@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..demo import TEXTS
-from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, nearest, reason_of
+from ..errors import Exit, LinearizeError, did_you_mean, nearest, reason_of
 from ..hub.download import unanswered
+from .chat import marks_answers, refusing, rendered, template_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,8 +104,7 @@ class _Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: TextSource, sft: bool) -> None:
         self.tokenizer, self.source, self.sft = tokenizer, source, sft
         self.eos = [end_token(tokenizer)]
-        template = tokenizer.chat_template
-        self.template: str | None = template.get("default") if isinstance(template, dict) else template
+        self.template = template_of(tokenizer)
         (plain,), full = self._ids(["a"]), tokenizer("a")["input_ids"]
         if not plain:
             message = "the tokenizer makes no token of the letter a: its vocabulary is empty or cut short"
@@ -155,34 +155,23 @@ class _Encoder:
 
     def _chat(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and 1 for each token that the assistant writes."""
-        from jinja2 import TemplateError
-
-        marked = re.search(r"\{%-?\s*generation\s*-?%\}", self.template or "")
-        try:
-            if not (marked and self.tokenizer.is_fast):
+        with refusing(where):
+            if not marks_answers(self.tokenizer):
                 return self._turns(where, messages)
             chat: Any = self.tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True
             )
             return chat["input_ids"], chat["assistant_masks"]
-        except (TemplateError, *MALFORMED) as error:
-            raise LinearizeError(f"{where}: the chat template refuses this conversation: {error}") from error
 
     def _turns(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """`_chat` by a template that does not mark the assistant: what its turn adds to the tokens before."""
-
-        def render(n: int, prompt: bool = False) -> list[int]:
-            chat: Any = self.tokenizer.apply_chat_template(
-                messages[:n], add_generation_prompt=prompt, return_dict=False
-            )
-            return list(chat)
-
-        ids = render(len(messages))
+        ids = rendered(self.tokenizer, messages)
         learned = [0] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or not self.sft:
                 continue
-            before, after = render(i, prompt=True) if i else [], render(i + 1)
+            before = rendered(self.tokenizer, messages[:i], answer=True) if i else []
+            after = rendered(self.tokenizer, messages[: i + 1])
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise LinearizeError(
                     f"{where}: the chat template renders message {i} differently when others follow, so its "

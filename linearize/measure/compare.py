@@ -63,7 +63,7 @@ def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
 
 def check_pair(student: Loaded, teacher: Loaded) -> None:
     """Raise LinearizeError (exit 3) unless both cut text into the same tokens."""
-    if fingerprint(student.tokenizer, sft=False) != fingerprint(teacher.tokenizer, sft=False):
+    if fingerprint(student.tokenizer, chat=False) != fingerprint(teacher.tokenizer, chat=False):
         raise LinearizeError(
             "student and teacher have different tokenizers: their predictions cannot be compared. Give the model "
             "that the student was converted from",
