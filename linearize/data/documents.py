@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -196,9 +196,8 @@ def _slabs(text: str) -> Iterator[_Slab]:
 def _text(where: str, fields: Mapping[str, Any], source: TextSource, sft: bool) -> str | None:
     """The plain text of a row, or None for a conversation, which sft prefers where a row holds both."""
     text_key = source.text_key
-    given = {name for name, value in fields.items() if value is not None}
-    chat = "messages" in given or {"prompt", "completion"} <= given
-    if chat and (sft or text_key not in given):
+    given = _given(fields)
+    if _is_chat(given) and (sft or text_key not in given):
         return None
     if text_key not in given:
         strings = [name for name in given if isinstance(fields[name], str)]
@@ -210,6 +209,20 @@ def _text(where: str, fields: Mapping[str, Any], source: TextSource, sft: bool) 
             + (told if source.set_key else f"Rename {likely} to {text_key} in the file")
         )
     return _string(where, fields, text_key)
+
+
+def _given(fields: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in fields.items() if value is not None}
+
+
+def _is_chat(given: set[str]) -> bool:
+    return "messages" in given or {"prompt", "completion"} <= given
+
+
+def conversations(source: TextSource) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Where the conversations stand at the beginning of a source, and their messages; no row behind a text is read."""
+    for row in takewhile(lambda row: _is_chat(_given(row.fields)), rows_of(source)):
+        yield row.where, _conversation(*row)
 
 
 def _conversation(where: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
