@@ -39,6 +39,7 @@ from .data.logits import (
     write_rows,
 )
 from .data.packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
+from .demo import named_base
 from .errors import Exit, LinearizeError, existing_folder, writing
 from .job.checks import check_packages
 from .job.resolve import say_nothing
@@ -234,7 +235,7 @@ def teacher_to_write(recipe: Recipe) -> Named:
             asked = None
     if asked is None or asked.model is None:
         raise LinearizeError("the recipe names no model whose logits could be written. Add teacher.model=MODEL")
-    return Named(open_teacher(asked), None, asked.dtype, asked.trust_remote_code)
+    return Named(open_teacher(asked), None, asked.dtype, asked.trust_remote_code, named_base(asked.model))
 
 
 def base_vocabulary(recipe: Recipe) -> int:

@@ -47,7 +47,8 @@ FREELY = {who: {"recall": 0.5, "python": 0.25, "repeated": 0.125} for who in ("s
 ANSWERED = {**{who: {"ended": 0.5, "length": 99.5} for who in ("student", "teacher")}, "asked": 32, "same_end": 0.25}
 COMPARED = {
     **PPL, "top1_agreement": 0.912, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
-    "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32, "answers": ANSWERED}, "text": "wikitext-103-raw-v1",
+    "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32, "answers": ANSWERED},
+    "text": "wikitext-103-raw-v1",
     "read": 1048576, "tokens": 1048320,
     "state": [{"length": 131072, "student": 2.5e7, "teacher": 4e9}], "seq_len": 4096,
     "state_dtype": "float32", "dtypes": {"student": "bfloat16", "teacher": "float32"},
