@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 from ..errors import MALFORMED, Exit, LinearizeError
 
 Message = dict[str, Any]
+MARK = "0 message 0"  # no template changes it, as some do with spaces around
 
 
 def template_of(tokenizer: Any) -> str | None:
@@ -54,6 +56,11 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], where: str) -> list[
         return rendered(tokenizer, messages, answer=True)
 
 
+def asked_of(messages: Sequence[Message]) -> list[Message]:
+    """What comes before the assistant's first message."""
+    return [*takewhile(lambda message: message["role"] != "assistant", messages)]
+
+
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """What ends an answer: what generation_config.json and the tokenizer say, and the first special token that the
     template puts behind an assistant's message."""
@@ -68,3 +75,13 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
         if whole[: len(before)] == before:
             found |= {next((token for token in whole[len(before) :] if token in special), tokenizer.eos_token_id)}
     return sorted(found - {None})
+
+
+def opened_turn(tokenizer: Any, where: str) -> list[int]:
+    """What the template puts in front of a user's message, so that a model goes on with one."""
+    prompt_ids(tokenizer, [{"role": "user", "content": MARK}], where)  # raises where there is no template
+    text: str = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+    before, found, _ = text.partition(MARK)
+    if not found or not before:
+        raise LinearizeError(f"{where}: the chat template puts nothing in front of a user's message")
+    return list(tokenizer(before, add_special_tokens=False)["input_ids"])

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -82,6 +82,13 @@ def pieces(source: TextSource, tokenizer: PreTrainedTokenizerBase, *, sft: bool)
     return _Encoder(tokenizer, source, sft).pieces(rows_of(source))
 
 
+def documents_of(source: TextSource) -> Iterator[tuple[str, str | list[dict[str, Any]]]]:
+    """Where each document stands, and its text, or the messages of a conversation where a row holds both."""
+    for row in rows_of(source):
+        text = _text(*row, source, True)
+        yield row.where, _conversation(*row) if text is None else text
+
+
 def plain_texts(source: TextSource) -> Iterator[str]:
     """The documents of `source` in order, as text; of a conversation each message."""
     for row in rows_of(source):
@@ -98,6 +105,16 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(end)
 
 
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts in front of a text. Raises LinearizeError (exit 3) where it makes no token of text."""
+    plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    if not plain:
+        message = "the tokenizer makes no token of the letter a: its vocabulary is empty or cut short"
+        raise LinearizeError(f"{message}. Put the model's own tokenizer into its folder", Exit.INCOMPATIBLE)
+    found: list[int] = next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
+    return found
+
+
 class _Encoder:
     """Rows -> pieces. A text becomes what the tokenizer puts in front (bos), its tokens, and eos."""
 
@@ -105,11 +122,7 @@ class _Encoder:
         self.tokenizer, self.source, self.sft = tokenizer, source, sft
         self.eos = [end_token(tokenizer)]
         self.template = template_of(tokenizer)
-        (plain,), full = self._ids(["a"]), tokenizer("a")["input_ids"]
-        if not plain:
-            message = "the tokenizer makes no token of the letter a: its vocabulary is empty or cut short"
-            raise LinearizeError(f"{message}. Put the model's own tokenizer into its folder", Exit.INCOMPATIBLE)
-        self.prefix: list[int] = next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
+        self.prefix = start_tokens(tokenizer)
 
     def pieces(self, rows: Iterable[_Row]) -> Iterator[Piece]:
         batch: list[_Slab] = []
@@ -196,8 +209,9 @@ def _slabs(text: str) -> Iterator[_Slab]:
 def _text(where: str, fields: Mapping[str, Any], source: TextSource, sft: bool) -> str | None:
     """The plain text of a row, or None for a conversation, which sft prefers where a row holds both."""
     text_key = source.text_key
-    given = _given(fields)
-    if _is_chat(given) and (sft or text_key not in given):
+    given = {name for name, value in fields.items() if value is not None}
+    chat = "messages" in given or {"prompt", "completion"} <= given
+    if chat and (sft or text_key not in given):
         return None
     if text_key not in given:
         strings = [name for name in given if isinstance(fields[name], str)]
@@ -209,20 +223,6 @@ def _text(where: str, fields: Mapping[str, Any], source: TextSource, sft: bool) 
             + (told if source.set_key else f"Rename {likely} to {text_key} in the file")
         )
     return _string(where, fields, text_key)
-
-
-def _given(fields: Mapping[str, Any]) -> set[str]:
-    return {name for name, value in fields.items() if value is not None}
-
-
-def _is_chat(given: set[str]) -> bool:
-    return "messages" in given or {"prompt", "completion"} <= given
-
-
-def conversations(source: TextSource) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Where the conversations stand at the beginning of a source, and their messages; no row behind a text is read."""
-    for row in takewhile(lambda row: _is_chat(_given(row.fields)), rows_of(source)):
-        yield row.where, _conversation(*row)
 
 
 def _conversation(where: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:

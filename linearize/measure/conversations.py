@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 import torch
 
-from ..data.chat import end_tokens, prompt_ids, template_of
-from ..data.documents import TextSource, conversations
+from ..data.chat import asked_of, end_tokens, prompt_ids, template_of
+from ..data.documents import TextSource, documents_of
 from ..probe.trace import quiet
 
 ANSWER = 256  # tokens of an answer at most
 
 
 def questions(source: TextSource, tokenizer: Any, count: int) -> list[list[int]]:
-    """The first `count` conversations of a source, as tokens up to the assistant's first message; none of text, and
+    """The conversations among the first `count` documents of a source, as tokens up to the assistant's first message;
     none without a chat template."""
     if template_of(tokenizer) is None:
         return []
     found = []
-    for where, messages in islice(conversations(source), count):
-        asked = [*takewhile(lambda message: message["role"] != "assistant", messages)]
+    for where, messages in islice(documents_of(source), count):
+        asked = [] if isinstance(messages, str) else asked_of(messages)
         found += [prompt_ids(tokenizer, asked, where)] if asked else []
     return found
 

@@ -348,12 +348,12 @@ MISTAKES = [
     ),
     (
         edited("demo: train", "path: x, demo: train"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix, such as "
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, teacher, mix, such as "
         "{files: [a.txt]}, not path and demo. Replace it whole: data.train={demo: ...}",
     ),
     (
         edited("{demo: train}", "a.txt"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix, such as "
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, teacher, mix, such as "
         "{files: [a.txt]}",
     ),
     (
