@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run
+from linearize.measure.continuation import continued
 from linearize.recipe.data import OwnText
 from linearize.recipe.recipe import Recipe
 from linearize.train import own_text
@@ -69,6 +70,15 @@ def test_what_is_sampled_is_the_models_distribution(teacher: Any) -> None:
         found = torch.bincount(first, minlength=len(expected)) / len(first)
         assert float((found - expected).abs().sum()) < 0.5  # of at most 2, with 257 tokens
         assert float((found - expected).abs().max()) < 0.05
+
+
+def test_padding_and_the_room_of_the_cache_leave_no_trace(teacher: Any) -> None:
+    """What is written of the likeliest tokens alone is as without both; of a second batch, too."""
+    author = own_text.Author(teacher, byte_tokenizer(), OwnText(tokens=1, top_p=1e-6, stop="never"), 24, 16, 2)
+    for texts in (("ab", "abcdefgh"), ("the cat sat on", "x")):
+        prompts = [byte_tokenizer()(text)["input_ids"] for text in texts]
+        expected = [continued(teacher, torch.tensor([prompt]), 16)[0].tolist() for prompt in prompts]
+        assert [ids for ids, _ in author.write(prompts, 0)] == expected
 
 
 def test_a_writer_that_was_killed_goes_on(teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
