@@ -130,7 +130,7 @@ class _Encoder:
         for row in rows:
             text = _text(*row, self.source, self.sft)
             if text is None:
-                ids, learned = self._conversation(*row)
+                ids, learned = self.conversation(*row)
                 yield Piece(ids, learned if self.sft else None, first=True, whole=self.sft)
                 continue
             for slab in _slabs(text):
@@ -151,7 +151,8 @@ class _Encoder:
         for slab, ids in zip(batch, encoded, strict=True):
             yield Piece(self.prefix * slab.first + ids + self.eos * slab.last, None, slab.first, whole=False)
 
-    def _conversation(self, where: str, fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    def conversation(self, where: str, fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation, and 1 for each token that the assistant writes."""
         messages = _conversation(where, fields)
         if self.template is None and fields.get("messages") is None:
             # Tokenised apart, as at inference, where the prompt comes before there is a completion.
@@ -167,7 +168,7 @@ class _Encoder:
         return self._chat(where, messages)
 
     def _chat(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation, and 1 for each token that the assistant writes."""
+        """`conversation` by the tokenizer's template."""
         with refusing(where):
             if not marks_answers(self.tokenizer):
                 return self._turns(where, messages)
@@ -296,6 +297,17 @@ def check_first_rows(source: TextSource, *, sft: bool) -> None:
         if file.suffix != ".txt":
             rows = _parquet_rows(file, 1) if file.suffix == ".parquet" else _json_rows(file)
             _read_rows(islice(rows, 1), source, sft, 1)
+
+
+def check_chats(source: TextSource, tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> None:
+    """Raise LinearizeError where the first row of a local file is a conversation that the tokenizer's chat template
+    cannot render (exit 2), or has no template for (exit 3)."""
+    encoder = _Encoder(tokenizer, source, sft)
+    for file in source.files:
+        if file.suffix != ".txt":
+            for row in islice(rows_of(replace(source, files=(file,))), 1):
+                if _text(*row, source, sft) is None:
+                    encoder.conversation(*row)
 
 
 def _read_rows(rows: Iterable[_Row], source: TextSource, sft: bool, most: int) -> int:

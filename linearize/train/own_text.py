@@ -88,12 +88,7 @@ class Author:
             eos_token_id=self.ends or None,
             pad_token_id=self.pad,
         )
-        most = most_tokens(model)
-        if most is not None and width + length > most:
-            raise LinearizeError(
-                f"data.train.teacher: prompts have up to {width} tokens, length is {length}, and the teacher takes "
-                f"{most} tokens. Set length to {max(most - width, 2)}, or less"
-            )
+        check_width(model, width, length)
         self.cache: Any = StaticCache(config=model.config.get_text_config(), max_cache_len=width + length)
 
     def write(self, prompts: Sequence[list[int]], seed: int) -> list[tuple[list[int], bool]]:
@@ -118,6 +113,16 @@ class Author:
     def _cut(self, row: list[int]) -> tuple[list[int], bool]:
         end = next((place for place, token in enumerate(row) if token in self.ends), None)
         return (row, False) if end is None else (row[:end], True)
+
+
+def check_width(model: Any, width: int, length: int) -> None:
+    """Raise LinearizeError (exit 2) for more tokens than a model takes."""
+    most = most_tokens(model)
+    if most is not None and width + length > most:
+        raise LinearizeError(
+            f"data.train.teacher: prompts have up to {width} tokens, length is {length}, and the teacher takes "
+            f"{most} tokens. Set length to {max(most - width, 2)}, or less"
+        )
 
 
 def write_own_text(
@@ -165,6 +170,10 @@ def write_own_text(
             new = sum(row["tokens"] for row in rows)
             advance(min(new, asked.tokens - written))
             written += new
+    if model.device.type == "cuda":  # compiled steps hold memory that training needs
+        vars(model).pop("_compiled_call", None)
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
     rate = (written - first) / (time.monotonic() - began)
     say(f"the teacher wrote {short(written - first)} tokens, {rate:,.0f} a second, into {folder}")
 

@@ -61,7 +61,7 @@ from .drop_path import layers_of
 from .fit import Fit
 from .fsdp import reshard, shard, whole
 from .loop import StageLoop, batch_norms, seed_for
-from .own_text import shards_of, write_own_text
+from .own_text import check_width, shards_of, write_own_text
 from .progress import pace
 from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, read_position, reading
 from .runtime import Say, in_turns, make_optimizer, make_schedule, prompts_of, stage_steps, to_source
@@ -612,6 +612,8 @@ def check_model(model: Any, recipe: Recipe) -> None:
             if source is not None:
                 own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
                 check_source(source, model, recipe.folder, f"{own}data.{split}")
+        for source in own_texts(recipe.data_for(stage)):
+            check_width(model, 1, source.teacher.length)
         length = recipe.data_for(stage).pack.seq_len
         if most is not None and length > most:
             own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)

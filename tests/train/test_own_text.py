@@ -172,6 +172,23 @@ def test_the_estimate_knows_what_is_written(root: Path, tmp_path: Path) -> None:
     assert found["stages"][0]["data"]["train"] == "300 tokens that the teacher writes"
 
 
+@pytest.mark.parametrize("train", [{"files": ["chat.jsonl"]}, {"teacher": {"tokens": 9, "prompts": "chat"}},
+                                   {"teacher": {"tokens": 9, "prompts": "chat.jsonl"}}], ids=str)  # fmt: skip
+def test_chats_without_a_template_are_refused_before_the_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any
+) -> None:
+    monkeypatch.setattr("linearize.job.start.convert", lambda *_, **__: pytest.fail("converted"))
+    source = small_source(tmp_path / "source", "llama")
+    (source / "chat_template.jinja").unlink()
+    how = {"mechanism": "gsa", "options": {"slots": 8}}
+    data = {"train": train, "pack": {"seq_len": T}}
+    recipe = make_recipe(tmp_path, source, stage("attention_transfer", steps=1), data=data, convert=how)
+    with pytest.raises(LinearizeError) as caught:
+        finetune(recipe, say=print)
+    assert (caught.value.code, holds(str(caught.value), "template")) == (Exit.INCOMPATIBLE, True)
+    assert not (tmp_path / "run").exists()
+
+
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"teacher": {"tokens": 5, "prompts": "none.jsonl"}}, {}, "none.jsonl"),
     ({"teacher": {"tokens": 5}}, {"teacher": {"logits": "x"}}, "teacher.model"),
