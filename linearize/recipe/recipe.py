@@ -218,16 +218,13 @@ def _teacher_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
 
 def _own_text_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     """Text that a teacher writes itself needs a teacher with weights."""
-    for keys, data in [
-        (("data",), recipe.data),
-        *((("stages", i, "data"), s.data) for i, s in enumerate(recipe.stages)),
-    ]:
-        if not any(isinstance(part, TeacherSource) for part, _ in parts_of(data.train)):
+    places: list[tuple[Keys, Any]] = [(("data",), recipe.data.train)]
+    places += [(("stages", i, "data"), stage.data.train) for i, stage in enumerate(recipe.stages)]
+    for keys, source in places:
+        if not any(isinstance(part, TeacherSource) for part, _ in parts_of(source)):
             continue
-        if recipe.teacher is not None and recipe.teacher.model is None:
-            yield (*keys, "train"), "has a teacher write, and teacher has logits alone. Name teacher.model alone"
-        elif recipe.teacher is not None and recipe.teacher.logits is not None:
-            yield (*keys, "train"), "has a teacher write text of which teacher.logits knows nothing. Leave logits out"
+        if recipe.teacher is not None and recipe.teacher.logits is not None:
+            yield (*keys, "train"), "has a teacher write, and teacher.logits has none of that. Name teacher.model alone"
         elif recipe.teacher is None and recipe.plain:
             yield (*keys, "train"), "has a teacher write, and a random model has none: name one, or give files"
 

@@ -222,7 +222,8 @@ def asked_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
             rows.append((f"{words}, {count}", percent(free["student"][key]), percent(free["teacher"][key])))
     if answers := free.get("answers"):
         count = counted(answers["asked"], "question")
-        rows.append((f"answers that end, {count}", *(percent(answers[who]["ended"]) for who in ("student", "teacher"))))
+        ended = {who: percent(answers[who]["ended"]) for who in ("student", "teacher")}
+        rows.append((f"answers that end, {count}", ended["student"], ended["teacher"]))
         rows.append(("ends an answer where the teacher ends it", percent(answers["same_end"]), ""))
     return rows
 

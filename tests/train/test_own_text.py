@@ -166,6 +166,27 @@ def test_a_run_without_data(root: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path) == first
 
 
+def test_what_was_written_stays_where_the_run_is_interrupted(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = own_text.Author.write, list[int]()
+
+    def interrupted(self: Any, prompts: Any, seed: int) -> Any:
+        calls.append(seed)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, prompts, seed)
+
+    monkeypatch.setattr(own_text.Author, "write", interrupted)
+    recipe = recipe_of(tmp_path, root, stage("logit_kl", steps=1))
+    with pytest.raises(KeyboardInterrupt):
+        finetune(recipe, say=lambda line: None)
+    finetune(recipe_of(tmp_path, root, stage("logit_kl", steps=1)), say=lambda line: None)
+    (folder,) = (tmp_path / "run" / "cache").glob("own-*")
+    assert len(calls) == 1 + len(shards_of(folder))
+    assert calls[1:] == [own_text.seed_of(42, number) for number in range(1, len(calls))]
+
+
 def test_the_estimate_knows_what_is_written(root: Path, tmp_path: Path) -> None:
     found = dry_run(recipe_of(tmp_path, root), lambda line: None)
     assert found["hours_of"]["the teacher's text"] > 0
