@@ -146,7 +146,8 @@ def compare_generations(
         for who, loaded in writers.items():
             with evaluating(loaded.model):
                 found[who] = free_generation(loaded.model, tokenizer, prompts, rows, advance)
-        asked = questions(source, tokenizer, request.generate)
+        most = [most_tokens(loaded.model) or math.inf for loaded in (student, teacher)]
+        asked = questions(source, tokenizer, request.generate, min(most))
         with evaluating(student.model), evaluating(teacher.model):
             found["answers"] = compare_answers(student.model, teacher.model, tokenizer, asked) if asked else None
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -15,16 +16,16 @@ from ..probe.trace import quiet
 ANSWER = 256  # tokens of an answer at most
 
 
-def questions(source: TextSource, tokenizer: Any, count: int) -> list[list[int]]:
+def questions(source: TextSource, tokenizer: Any, count: int, most: float = math.inf) -> list[list[int]]:
     """The conversations among the first `count` documents of a source, as tokens up to the assistant's first message;
-    none without a chat template."""
+    none without a chat template, and none that leaves a model of `most` tokens no room for an answer."""
     if template_of(tokenizer) is None:
         return []
-    found = []
+    found = list[list[int]]()
     for where, messages in islice(documents_of(source), count):
         asked = [] if isinstance(messages, str) else asked_of(messages)
         found += [prompt_ids(tokenizer, asked, where)] if asked else []
-    return found
+    return [prompt for prompt in found if len(prompt) + ANSWER <= most]
 
 
 @torch.no_grad()

@@ -766,6 +766,7 @@ def test_answers_end_and_the_student_ends_them_where_the_teacher_does(folder: Pa
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     prompts = questions(TextSource(files=(tmp_path / "chat.jsonl",)), tokenizer, 5)
     assert [tokenizer.decode(prompt) for prompt in prompts] == ["u:qqq\na:", "u:qqqqqqqqq\na:"]
+    assert questions(TextSource(files=(tmp_path / "chat.jsonl",)), tokenizer, 5, ANSWER + 8) == prompts[:1]
     assert questions(TextSource(files=(recipe(folder).parent / "train.jsonl",)), tokenizer, 5) == []
     alone = [continued(teacher, torch.tensor([prompt]), ANSWER)[0].tolist() for prompt in prompts]
     end = alone[0][5]
