@@ -39,11 +39,13 @@ from .data.logits import (
     write_rows,
 )
 from .data.packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
+from .demo import named_base
 from .errors import Exit, LinearizeError, existing_folder, writing
 from .job.checks import check_packages
 from .job.resolve import say_nothing
 from .job.source import base_path
 from .plan.plan import some
+from .recipe.data import TeacherSource, parts_of
 from .recipe.models import Scratch, Teacher
 from .recipe.recipe import LogitKL, OnPolicyKL, Recipe, Stage
 from .terminal.output import short, size
@@ -218,6 +220,9 @@ def open_teacher_named(recipe: Recipe, top: int) -> tuple[Named, Any, int]:
     for stage in recipe.stages:
         for split in ("train", "eval"):
             if (source := getattr(recipe.data_for(stage), split)) is not None:
+                if any(isinstance(part, TeacherSource) for part, _ in parts_of(source)):
+                    message = f"{stage.name}: the teacher writes its text when the run begins. Give data.train files"
+                    raise LinearizeError(f"{message}: those of such a run are in its folder cache")
                 check_source(source, model, recipe.folder, f"data.{split}")
     return named, tokenizer, vocabulary
 
@@ -234,7 +239,7 @@ def teacher_to_write(recipe: Recipe) -> Named:
             asked = None
     if asked is None or asked.model is None:
         raise LinearizeError("the recipe names no model whose logits could be written. Add teacher.model=MODEL")
-    return Named(open_teacher(asked), None, asked.dtype, asked.trust_remote_code)
+    return Named(open_teacher(asked), None, asked.dtype, asked.trust_remote_code, named_base(asked.model))
 
 
 def base_vocabulary(recipe: Recipe) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -29,6 +30,7 @@ from training import (
     stage,
     tensors,
     train,
+    write_data,
     write_recipe,
 )  # fmt: skip
 from transformers import AutoTokenizer
@@ -315,6 +317,27 @@ def test_kl_of_completions_alone(root: Path, tmp_path: Path) -> None:
             theirs = forward(model, batch).log_softmax(-1)
     expected = (theirs.exp() * (theirs - ours)).sum(-1)[asked].mean()
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_conversations_in_one_row_do_not_see_each_other(root: Path, tmp_path: Path) -> None:
+    """Neither the student's linear layers nor the teacher's softmax; of answers alone and of all tokens."""
+    write_data(tmp_path)
+    model, source = (
+        load_converted(base(root, "llama"), torch.float32, False),
+        TextSource(files=(tmp_path / "chat.jsonl",)),
+    )
+    student = Student(model)
+    for sft in (False, True):
+        blocks = build_blocks(source, byte_tokenizer(), 4 * T, tmp_path / "cache", sft=sft, max_tokens=None)
+        row = blocks[0]
+        starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
+        assert len(starts) > 2
+        for who in (contextlib.nullcontext, student.as_teacher):
+            with torch.no_grad(), who():
+                whole = forward(model, collate([row], torch.device("cpu")))
+                for start, end in itertools.pairwise([*starts, 4 * T]):
+                    alone = {key: value[None, start:end] for key, value in row.items()}
+                    torch.testing.assert_close(whole[:, start:end], forward(model, alone), rtol=1e-4, atol=1e-4)
 
 
 def test_labels_are_smoothed(root: Path, tmp_path: Path) -> None:

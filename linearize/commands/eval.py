@@ -65,7 +65,9 @@ def evaluate(
     generate: Annotated[
         int,
         typer.Option(
-            min=0, help="Texts that each model generates, to measure recall, whether Python parses, and repetition."
+            min=0,
+            help="Texts that each model generates, to measure recall, whether Python parses, and repetition; of "
+            "conversations also whether answers end.",
         ),
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,

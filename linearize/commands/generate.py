@@ -16,7 +16,10 @@ def generate(
     model: Annotated[
         str, typer.Argument(help="Model: a local folder, converted or not, a Hub id, or demo.", parser=model_name)
     ],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat a message to answer.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask by the model's chat template, and print the answer alone.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 64,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Sampling temperature. 0 takes the likeliest token.")
@@ -36,7 +39,7 @@ def generate(
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a text: print the prompt, then what the model writes, token by token."""
+    """Continue a text: print the prompt, then what the model writes, token by token. With --chat answer a message."""
     with starting():
         from linearize_kernels.hf.attention_hooks import NO_TEACHER, TRAINED
 
@@ -51,7 +54,7 @@ def generate(
     def write(text: str) -> None:
         show(text, end="")
 
-    result = generate(loaded, prompt, sampling, (lambda text: None) if as_json else write, compiled)
+    result = generate(loaded, prompt, sampling, (lambda text: None) if as_json else write, compiled, chat)
     if as_json:
         print_json(result)
     else:

@@ -26,14 +26,24 @@ from transformers import AutoImageProcessor
 from ..checkpoint.shards import file_hashes
 from ..errors import Exit, LinearizeError, absent, check_file, reason_of
 from ..measure.generate import check_tokens, load_tokenizer
-from ..recipe.data import ArraySource, Data, ImageSource, MixSource, Pack, holds_images, local_paths, parts_of
+from ..recipe.data import (
+    ArraySource,
+    Data,
+    ImageSource,
+    MixSource,
+    Pack,
+    TeacherSource,
+    holds_images,
+    local_paths,
+    parts_of,
+)
 from ..recipe.recipe import Recipe, Stage
 from ..train.losses import IGNORED, next_token_targets
 from ..train.runtime import stage_steps, to_source
 from ..verify.child.inputs import make_inputs
 from .augment import Augment
 from .cache_key import digest, identity
-from .documents import check_enough
+from .documents import TextSource, check_enough
 from .images import Images, find_images, image_files
 from .logits import WithLogits
 from .masked import MaskedBlocks
@@ -223,10 +233,11 @@ def open_samples(
     say: Callable[[str], None],
     augment: Augment | None = None,
     erased: float = 0.0,
+    own: Callable[[TeacherSource], TextSource] | None = None,
 ) -> Samples:
     """The samples of a recipe's source for this model, which `check_source` let pass; relative files begin at `start`,
     packed text is kept in `cache`. `say` gets how classes of images are numbered. `augment` changes images each time,
-    and so does `erased`, the chance of random erasing.
+    and so does `erased`, the chance of random erasing. `own` finds the text that a teacher has written.
     """
     kind = kind_of(model)
     if kind == "images":
@@ -249,8 +260,8 @@ def open_samples(
         return images
     found = []
     for part, limit in limits(source, max_tokens):
-        text, answers = to_source(part, pack.text_key, start), sft and kind == "text"
-        alone = pack.rows == "texts"
+        text = own(part) if own and isinstance(part, TeacherSource) else to_source(part, pack.text_key, start)
+        alone, answers = pack.rows == "texts", sft and kind == "text"
         check_enough(text, processor)
         found.append(build_blocks(text, processor, pack.seq_len, cache, sft=answers, max_tokens=limit, texts=alone))
     blocks = found[0] if len(found) == 1 else MixedBlocks(found, [share for _, share in parts_of(source)])
@@ -298,6 +309,9 @@ def check_source(source: Any, model: Any, start: Path, where: str) -> None:
         for number, (part, _) in enumerate(parts_of(source)):
             check_source(part, model, start, f"{where}.mix[{number}].source")
         return
+    if isinstance(source, TeacherSource) and kind != "text":
+        message = f"{where}: {type(model).__name__} writes no text. Give files, or path; of images also arrays"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     if holds_images(source) != (kind == "images"):
         found, due = ("text", "images") if kind == "images" else ("images", "text")
         instead = "images: FOLDER, arrays: FILE.npz, or path and image_key" if kind == "images" else "files, or path"
@@ -333,6 +347,8 @@ def source_hash(source: Any, start: Path) -> str:
         else:
             facts = [[name, [one.st_size, one.st_mtime_ns]] for name, one in stats.items()]
         facts += map(digest, classes)
+    elif isinstance(source, TeacherSource):
+        facts = [source.model_dump_json(), *(digest(file) for file in local_paths(source, start))]
     elif isinstance(source, ArraySource):
         facts = [digest(file) for file in local_paths(source, start)]
     else:

@@ -38,15 +38,15 @@ def identity(source: TextSource) -> list[Any]:
     return [*address, [[file.name, value] for file, value in zip(files, hashes, strict=True)]]
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> str:
-    """A hash of all that decides which ids a document gets."""
+def fingerprint(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> str:
+    """A hash of all that decides which ids a document gets; with `chat` a conversation, too."""
     if tokenizer.is_fast:
         rules: Any = json.loads(tokenizer.backend_tokenizer.to_str())
         rules |= {"truncation": None, "padding": None}  # left behind by whoever called it last
     else:
         rules = sorted(tokenizer.get_vocab().items())
     facts = [type(tokenizer).__name__, tokenizer.eos_token_id, tokenizer(PROBE)["input_ids"], rules]
-    return hashlib.sha256(json.dumps([*facts, tokenizer.chat_template if sft else None]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([*facts, tokenizer.chat_template if chat else None]).encode()).hexdigest()
 
 
 def digest(file: Path, advance: Advance = silent) -> str:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..demo import TEXTS
-from ..errors import MALFORMED, Exit, LinearizeError, did_you_mean, nearest, reason_of
+from ..errors import Exit, LinearizeError, did_you_mean, nearest, reason_of
 from ..hub.download import unanswered
+from .chat import marks_answers, refusing, rendered, template_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +82,13 @@ def pieces(source: TextSource, tokenizer: PreTrainedTokenizerBase, *, sft: bool)
     return _Encoder(tokenizer, source, sft).pieces(rows_of(source))
 
 
+def documents_of(source: TextSource) -> Iterator[tuple[str, str | list[dict[str, Any]]]]:
+    """Where each document stands, and its text, or the messages of a conversation where a row holds both."""
+    for row in rows_of(source):
+        text = _text(*row, source, True)
+        yield row.where, _conversation(*row) if text is None else text
+
+
 def plain_texts(source: TextSource) -> Iterator[str]:
     """The documents of `source` in order, as text; of a conversation each message."""
     for row in rows_of(source):
@@ -97,19 +105,24 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(end)
 
 
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts in front of a text. Raises LinearizeError (exit 3) where it makes no token of text."""
+    plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    if not plain:
+        message = "the tokenizer makes no token of the letter a: its vocabulary is empty or cut short"
+        raise LinearizeError(f"{message}. Put the model's own tokenizer into its folder", Exit.INCOMPATIBLE)
+    found: list[int] = next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
+    return found
+
+
 class _Encoder:
     """Rows -> pieces. A text becomes what the tokenizer puts in front (bos), its tokens, and eos."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: TextSource, sft: bool) -> None:
         self.tokenizer, self.source, self.sft = tokenizer, source, sft
         self.eos = [end_token(tokenizer)]
-        template = tokenizer.chat_template
-        self.template: str | None = template.get("default") if isinstance(template, dict) else template
-        (plain,), full = self._ids(["a"]), tokenizer("a")["input_ids"]
-        if not plain:
-            message = "the tokenizer makes no token of the letter a: its vocabulary is empty or cut short"
-            raise LinearizeError(f"{message}. Put the model's own tokenizer into its folder", Exit.INCOMPATIBLE)
-        self.prefix: list[int] = next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
+        self.template = template_of(tokenizer)
+        self.prefix = start_tokens(tokenizer)
 
     def pieces(self, rows: Iterable[_Row]) -> Iterator[Piece]:
         batch: list[_Slab] = []
@@ -117,7 +130,7 @@ class _Encoder:
         for row in rows:
             text = _text(*row, self.source, self.sft)
             if text is None:
-                ids, learned = self._conversation(*row)
+                ids, learned = self.conversation(*row)
                 yield Piece(ids, learned if self.sft else None, first=True, whole=self.sft)
                 continue
             for slab in _slabs(text):
@@ -138,7 +151,8 @@ class _Encoder:
         for slab, ids in zip(batch, encoded, strict=True):
             yield Piece(self.prefix * slab.first + ids + self.eos * slab.last, None, slab.first, whole=False)
 
-    def _conversation(self, where: str, fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    def conversation(self, where: str, fields: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation, and 1 for each token that the assistant writes."""
         messages = _conversation(where, fields)
         if self.template is None and fields.get("messages") is None:
             # Tokenised apart, as at inference, where the prompt comes before there is a completion.
@@ -154,35 +168,24 @@ class _Encoder:
         return self._chat(where, messages)
 
     def _chat(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation, and 1 for each token that the assistant writes."""
-        from jinja2 import TemplateError
-
-        marked = re.search(r"\{%-?\s*generation\s*-?%\}", self.template or "")
-        try:
-            if not (marked and self.tokenizer.is_fast):
+        """`conversation` by the tokenizer's template."""
+        with refusing(where):
+            if not marks_answers(self.tokenizer):
                 return self._turns(where, messages)
             chat: Any = self.tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True
             )
             return chat["input_ids"], chat["assistant_masks"]
-        except (TemplateError, *MALFORMED) as error:
-            raise LinearizeError(f"{where}: the chat template refuses this conversation: {error}") from error
 
     def _turns(self, where: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """`_chat` by a template that does not mark the assistant: what its turn adds to the tokens before."""
-
-        def render(n: int, prompt: bool = False) -> list[int]:
-            chat: Any = self.tokenizer.apply_chat_template(
-                messages[:n], add_generation_prompt=prompt, return_dict=False
-            )
-            return list(chat)
-
-        ids = render(len(messages))
+        ids = rendered(self.tokenizer, messages)
         learned = [0] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or not self.sft:
                 continue
-            before, after = render(i, prompt=True) if i else [], render(i + 1)
+            before = rendered(self.tokenizer, messages[:i], answer=True) if i else []
+            after = rendered(self.tokenizer, messages[: i + 1])
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise LinearizeError(
                     f"{where}: the chat template renders message {i} differently when others follow, so its "
@@ -294,6 +297,17 @@ def check_first_rows(source: TextSource, *, sft: bool) -> None:
         if file.suffix != ".txt":
             rows = _parquet_rows(file, 1) if file.suffix == ".parquet" else _json_rows(file)
             _read_rows(islice(rows, 1), source, sft, 1)
+
+
+def check_chats(source: TextSource, tokenizer: PreTrainedTokenizerBase, *, sft: bool) -> None:
+    """Raise LinearizeError where the first row of a local file is a conversation that the tokenizer's chat template
+    cannot render (exit 2), or has no template for (exit 3)."""
+    encoder = _Encoder(tokenizer, source, sft)
+    for file in source.files:
+        if file.suffix != ".txt":
+            for row in islice(rows_of(replace(source, files=(file,))), 1):
+                if _text(*row, source, sft) is None:
+                    encoder.conversation(*row)
 
 
 def _read_rows(rows: Iterable[_Row], source: TextSource, sft: bool, most: int) -> int:

@@ -206,7 +206,7 @@ def build_blocks(
     if source.streaming and max_tokens is None:
         raise LinearizeError(f"{source} is streamed, its end is unknown: give the stage `tokens` or `steps`")
     documents = text_pieces(source, tokenizer, seq_len) if texts else pieces(source, tokenizer, sft=sft)
-    facts = [_FORMAT, identity(source), fingerprint(tokenizer, sft=sft), seq_len, sft, max_tokens]
+    facts = [_FORMAT, identity(source), fingerprint(tokenizer, chat=True), seq_len, sft, max_tokens]
     key = json.dumps([*facts, *(["texts"] if texts else [])])
     path = cache_dir / f"blocks-{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
     if path.exists():

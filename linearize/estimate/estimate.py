@@ -15,7 +15,7 @@ from linearize_kernels.hf.attention_hooks import mixers_of
 from ..data.batches import kind_of, limits, token_limit, tokens_per_sample
 from ..demo import BYTES
 from ..errors import Exit, LinearizeError
-from ..recipe.data import DemoSource, FileSource, holds_images, local_paths
+from ..recipe.data import DemoSource, FileSource, TeacherSource, holds_images, local_paths, parts_of
 from ..recipe.recipe import AttentionTransfer, Recipe, Stage
 from ..terminal.output import size
 from ..train.chunked_head import obstacle
@@ -31,6 +31,8 @@ FRAGMENTS = 0.03
 # Bytes of text that become a token, of usual vocabularies: the demo's, of 2,048 words, takes 3.1 of code to a token,
 # large ones 4 and more of English. A vocabulary of no more than BYTE_WORDS is one of bytes.
 TEXT_BYTES, BYTE_WORDS = 3, 512
+# Bytes of a token in a text that the teacher writes, with what stands around it.
+OWN_TEXT = 6
 # How much longer text is than its packed file, .gz, .zst or .parquet.
 UNPACKED = 3
 USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -147,6 +149,12 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
     return Cost(device, processes(), found, of_disk, beside, model.supports_gradient_checkpointing, targets, chunks)
 
 
+def own_tokens(recipe: Recipe) -> int:
+    """Tokens of the texts that the teacher writes for a recipe."""
+    parts = {part for stage in recipe.stages for part, _ in parts_of(recipe.data_for(stage).train)}
+    return sum(part.teacher.tokens for part in parts if isinstance(part, TeacherSource))
+
+
 def lora_targets(model: Any) -> tuple[str, ...]:
     """Where LoRA goes: the usual projections, else the linear layers of the attention modules that have a mixer."""
     if set(USUAL) <= linear_layers(model).keys():
@@ -175,7 +183,7 @@ def disk(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int | None = N
     return {
         "converted": 0 if planned is None else planned[0].needed_bytes,
         "checkpoints": within + ends,
-        "tokens": 4 * packed_tokens(rehearsal, costs, max_steps),
+        "tokens": 4 * packed_tokens(rehearsal, costs, max_steps) + OWN_TEXT * own_tokens(rehearsal.recipe),
         "result": rehearsal.stored if changed else rehearsal.stored_new,
     }
 
@@ -216,6 +224,8 @@ def packed_tokens(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int |
 
 def tokens_in(source: Any, rehearsal: Rehearsal) -> int | None:
     """About how many tokens files or the demo's texts have; None where that is not known."""
+    if isinstance(source, TeacherSource):
+        return source.teacher.tokens
     if isinstance(source, DemoSource):
         count = BYTES.get(source.demo)
     elif isinstance(source, FileSource):

@@ -19,8 +19,9 @@ from ..data.batches import tokens_per_sample
 from ..data.images import count_images
 from ..measure.positions import longest_text
 from ..plan.keep import SINK, KeptWindow
-from ..recipe.data import FileSource, holds_images, local_paths
+from ..recipe.data import FileSource, TeacherSource, holds_images, local_paths, parts_of
 from ..recipe.recipe import AttentionTransfer, Stage
+from ..train.own_text import LARGEST, ON_CPU
 from ..train.runs import processes
 from ..train.samples import NEW_TOKENS
 from ..train.session import FIDELITY_TOKENS, POSITION_TOKENS
@@ -39,6 +40,8 @@ START, STORED = 8.0, 2e-9
 WRITTEN = 2 * NEW_TOKENS
 # Seconds that a host takes to start one operation on a GPU; small models wait for that.
 LAUNCH = 4.5e-5
+# A token that is written, in a large batch, beside one of a pass; and seconds of a step at least, on a GPU. Rough.
+DECODED, STEP = 4, 0.01
 # AdamW and clipping on a CPU: operations for each tensor, and how often they read or write the bytes of the moments.
 OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 8, 4
 
@@ -100,6 +103,8 @@ def most_tokens_of(source: Any, start: Path) -> float:
     if holds_images(source):
         known = count_images(source, start)
         return math.inf if known is None else known
+    if isinstance(source, TeacherSource):
+        return source.teacher.tokens
     files = local_paths(source, start) if isinstance(source, FileSource) else ()
     if not files or any(path.suffix not in (".txt", ".jsonl") or not path.is_file() for path in files):
         return math.inf
@@ -139,6 +144,27 @@ def choosing(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -
     return total
 
 
+def own_text(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> float | None:
+    """Seconds in which the teacher writes the text of its own that stages read, each text once."""
+    recipe, total, seen = rehearsal.recipe, 0.0, list[TeacherSource]()
+    for cost in costs:
+        data, memory = recipe.data_for(cost.stage), cost.memory
+        for part, _ in parts_of(data.train):
+            if not isinstance(part, TeacherSource) or part in seen:
+                continue
+            seen.append(part)
+            # Batches are so large that a GPU does not wait for launches.
+            work = memory.evaluated if device.kind == "cpu" else Work(memory.evaluated.flops)
+            passed = seconds_of(work, device, rehearsal.precision)
+            if passed is None:
+                return None
+            a_pass = passed / (2 * cost.stage.batch.per_device * data.pack.seq_len)
+            asked, texts = part.teacher, ON_CPU if device.kind == "cpu" else LARGEST
+            steps = math.ceil(asked.tokens / min(texts * asked.length, asked.tokens)) * asked.length
+            total += max(asked.tokens * a_pass * DECODED, steps * STEP * (device.kind != "cpu"))
+    return total
+
+
 def around(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> dict[str, float | None]:
     """Hours of what a run does beside its steps; None where they are not known."""
     seconds = {
@@ -146,6 +172,8 @@ def around(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -> 
         "evaluation": evaluations(rehearsal, costs, device),
         "start and checks": checks(rehearsal),
     }
+    writing = own_text(rehearsal, costs, device)
+    seconds |= {} if writing == 0 else {"the teacher's text": writing}
     return {name: None if value is None else value / 3600 for name, value in seconds.items()}
 
 

@@ -21,12 +21,12 @@ from ..errors import Exit, LinearizeError, did_you_mean, existing_folder
 from ..estimate.advice import advise
 from ..estimate.estimate import refusal
 from ..estimate.memory import Rehearsal
-from ..recipe.data import DatasetSource, holds_images, parts_of
+from ..recipe.data import DatasetSource, TeacherSource, holds_images, parts_of
 from ..recipe.recipe import Recipe
 from ..terminal.output import size
 from ..terminal.progress import progress
 from ..train.runs import Position, Run, processes, read_position
-from ..train.runtime import to_source
+from ..train.runtime import prompts_of, to_source
 from ..train.session import check_model
 from ..train.teacher import check_teacher
 
@@ -101,8 +101,9 @@ def check_text(recipe: Recipe, check: Callable[..., None] = check_rows) -> None:
             if source is None or holds_images(source):
                 continue
             check_there(source, recipe.folder)
-            text = to_source(source, data.pack.text_key, recipe.folder)
-            if (text, sft) not in seen:
+            own = isinstance(source, TeacherSource)
+            text = (prompts_of if own else to_source)(source, data.pack.text_key, recipe.folder)
+            if text is not None and (text, sft) not in seen:
                 check(text, sft=sft)
                 seen.add((text, sft))
 

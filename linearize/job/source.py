@@ -15,7 +15,7 @@ from ..choose.choose import Scoring, choosers
 from ..convert import plan_conversion
 from ..demo import named_base
 from ..errors import existing_folder
-from ..recipe.data import holds_images, parts_of
+from ..recipe.data import TeacherSource, holds_images, parts_of
 from ..recipe.models import Convert, Scratch
 from ..recipe.recipe import Recipe
 from ..train.device import on_cpu
@@ -84,7 +84,9 @@ def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
     data = recipe.data_for(recipe.stages[0])
     if holds_images(data.train):  # the plan says that it has no text to compare
         return Scoring(convert.score_by)
-    first, _ = parts_of(data.train)[0]
-    text = to_source(first, data.pack.text_key, recipe.folder)
     device = "cpu" if on_cpu(recipe) else "cuda"
+    first, _ = parts_of(data.train)[0]
+    if isinstance(first, TeacherSource):  # nothing is written before the conversion
+        return Scoring(convert.score_by, seq_len=data.pack.seq_len, device=device, say=say)
+    text = to_source(first, data.pack.text_key, recipe.folder)
     return Scoring(convert.score_by, text, data.pack.seq_len, device, say=say)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..checkpoint.adopt import adopt
@@ -15,11 +14,15 @@ from ..checkpoint.source import Source
 from ..checkpoint.upgrade import plan_upgrade, upgrade
 from ..convert import UNREAD, convert, unread
 from ..data.batches import kind_of
-from ..data.documents import check_enough
+from ..data.documents import TextSource, check_chats, check_enough
 from ..measure.generate import load_tokenizer
 from ..plan.keep import is_auto
+from ..recipe.data import CHAT
 from ..recipe.models import Scratch
+from ..recipe.recipe import Recipe
+from ..train.own_text import find_prompts
 from ..train.runs import Run
+from ..train.session import own_texts
 from ..verify.reload import Level
 from .checks import check, check_all, check_packages, check_text, data_hashes
 from .notes import say_rounding
@@ -127,8 +130,7 @@ def prepare_base(job: Job) -> None:
         if not early:
             check_all(job)
         if kind_of(job.model) != "images":
-            enough = partial(check_enough, tokenizer=load_tokenizer(source.folder, job.trust))
-            check_text(recipe, lambda text, sft: enough(text))
+            check_tokens_of(recipe, load_tokenizer(source.folder, job.trust))
         if left := unread(source):
             job.say(UNREAD.format(", ".join(left)))
         begin(job, None)
@@ -142,6 +144,21 @@ def prepare_base(job: Job) -> None:
         target, seed = run.converted, recipe.seed
         convert(plan, source, natives, target, level=level, trust_remote_code=job.trust, seed=seed, say=job.say)
     run.note_base(run.converted)
+
+
+def check_tokens_of(recipe: Recipe, tokenizer: Any) -> None:
+    """Raise LinearizeError for texts of a recipe that this tokenizer makes nothing of: too short, or conversations
+    without a template for them."""
+
+    def check(text: TextSource, sft: bool) -> None:
+        check_enough(text, tokenizer)
+        check_chats(text, tokenizer, sft=sft)
+
+    check_text(recipe, check)
+    for stage in recipe.stages:
+        for source in own_texts(recipe.data_for(stage)):
+            if source.teacher.prompts == CHAT:
+                find_prompts(source.teacher, None, tokenizer)
 
 
 def versions() -> dict[str, str]:

@@ -30,6 +30,7 @@ from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import cache_of, most_tokens
+from .conversations import compare_answers, questions
 from .evaluate import check_finite, sample_count
 from .free_generation import beginnings, free_generation, steps_of
 from .generate import Loaded, device_memory
@@ -63,7 +64,7 @@ def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
 
 def check_pair(student: Loaded, teacher: Loaded) -> None:
     """Raise LinearizeError (exit 3) unless both cut text into the same tokens."""
-    if fingerprint(student.tokenizer, sft=False) != fingerprint(teacher.tokenizer, sft=False):
+    if fingerprint(student.tokenizer, chat=False) != fingerprint(teacher.tokenizer, chat=False):
         raise LinearizeError(
             "student and teacher have different tokenizers: their predictions cannot be compared. Give the model "
             "that the student was converted from",
@@ -135,7 +136,7 @@ def compare_generations(
     student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest, both: bool = True
 ) -> dict[str, Any]:
     """What the student, and with `both` the teacher, writes after the beginnings of documents, and in lists of pairs at
-    the first of the lengths."""
+    the first of the lengths; and of a text of conversations how both answer."""
     tokenizer, length = student.tokenizer, request.lengths[0]
     prompts = beginnings(source, tokenizer, request.generate)
     rows = rows_of("recall", Writer(tokenizer, request.seed), length, request.generate, [])
@@ -145,6 +146,10 @@ def compare_generations(
         for who, loaded in writers.items():
             with evaluating(loaded.model):
                 found[who] = free_generation(loaded.model, tokenizer, prompts, rows, advance)
+        most = [most_tokens(loaded.model) or math.inf for loaded in (student, teacher)]
+        asked = questions(source, tokenizer, request.generate, min(most))
+        with evaluating(student.model), evaluating(teacher.model):
+            found["answers"] = compare_answers(student.model, teacher.model, tokenizer, asked) if asked else None
     return found
 
 

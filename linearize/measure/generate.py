@@ -19,6 +19,7 @@ from ..checkpoint.source import Source, open_source, read_header
 from ..checkpoint.write import meta_pickle
 from ..convert import load_config
 from ..data.cache_key import PROBE
+from ..data.chat import end_tokens, prompt_ids
 from ..errors import Exit, LinearizeError, did_you_mean, os_error, reason_of
 from ..probe.trace import quiet
 from ..train.save import load_converted, load_whole
@@ -47,14 +48,15 @@ class Sampling(NamedTuple):
 
 
 class Stream(TextStreamer):
-    """Hands over the prompt, and its continuation as soon as no later token can change it; keeps the new tokens.
+    """Hands over what is `shown` of the prompt, and its continuation as soon as no later token can change it; keeps the
+    new tokens.
 
     They are decoded behind the prompt's end: by themselves those of SentencePiece lose the space before the first word.
     """
 
-    def __init__(self, tokenizer: Any, prompt: str, write: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Any, shown: str, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
-        self.prompt, self.write, self.text, self.tokens, self.left_out = prompt, write, "", list[int](), 0
+        self.shown, self.write, self.text, self.tokens, self.left_out = shown, write, "", list[int](), 0
 
     def put(self, value: torch.Tensor) -> None:
         value = value.flatten()
@@ -64,7 +66,7 @@ class Stream(TextStreamer):
             self.left_out = len(self.tokenizer.decode(value, skip_special_tokens=True))
         else:
             if not self.tokens:
-                self.write(self.prompt)
+                self.write(self.shown)
             self.tokens += value.tolist()
         super().put(value)
 
@@ -250,27 +252,38 @@ class Numbers(LogitsProcessor):
 
 @device_memory()
 def generate(
-    loaded: Loaded, prompt: str, sampling: Sampling, write: Callable[[str], None], compiled: bool = False
+    loaded: Loaded,
+    prompt: str,
+    sampling: Sampling,
+    write: Callable[[str], None],
+    compiled: bool = False,
+    chat: bool = False,
 ) -> dict[str, Any]:
-    """Continue `prompt`; `write` gets it, then pieces of new text as they become known. Returns what `--json` prints.
+    """Continue `prompt`; `write` gets it, then pieces of new text as they become known. With `chat` it is a user's
+    message, and `write` gets the answer alone. Returns what `--json` prints.
 
     `tokens_per_s` counts new tokens over the whole time, the prompt's pass included; with `compiled` torch.compile
     makes the decode step. Raises LinearizeError: 2 for a prompt without a token and more tokens than the model takes, 3
-    where no step can be compiled and for settings that transformers refuses, 6 for logits of NaN.
+    where no step can be compiled, without a chat template and for settings that transformers refuses, 6 for logits of
+    NaN.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     if compiled:
         check_compiles(None if loaded.teacher else model)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    if inputs["input_ids"].shape[1] == 0:
-        raise LinearizeError("the prompt has no token; give some text")
-    check_tokens(model, int(inputs["input_ids"].max()))
-    check_fits(model, inputs["input_ids"].shape[1], sampling.max_new_tokens)
-    inputs["input_ids"] = inputs["input_ids"].long()
-    stream = Stream(tokenizer, prompt, write)
     # A model's own settings may have beams, which cannot be streamed, and a top_k, which would cut what top_p leaves.
     sampled = sampling.temperature > 0
     style: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}
+    if chat:
+        given = prompt_ids(tokenizer, [{"role": "user", "content": prompt}], "--chat")
+        style["eos_token_id"] = end_tokens(model, tokenizer)
+    else:
+        given = tokenizer(prompt)["input_ids"]
+    if not given:
+        raise LinearizeError("the prompt has no token; give some text")
+    check_tokens(model, max(given))
+    check_fits(model, len(given), sampling.max_new_tokens)
+    ids = torch.tensor([given], device=model.device)
+    stream = Stream(tokenizer, "" if chat else prompt, write)
     if sampled:
         style |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     if compiled:
@@ -281,7 +294,12 @@ def generate(
     try:
         with quiet(), loaded.model.teacher() if loaded.teacher else contextlib.nullcontext():
             model.generate(
-                **inputs, max_new_tokens=sampling.max_new_tokens, do_sample=sampled, streamer=stream, **style
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=sampled,
+                streamer=stream,
+                **style,
             )
     except (TypeError, ValueError, LookupError) as error:
         settings = model.generation_config.to_diff_dict()
@@ -299,6 +317,6 @@ def generate(
         "text": stream.text,
         "tokens": stream.tokens,
         "tokens_per_s": len(stream.tokens) / seconds,
-        "prompt_tokens": inputs["input_ids"].shape[1],
+        "prompt_tokens": len(given),
         "softmax": loaded.teacher or not hasattr(model, "teacher"),
     }

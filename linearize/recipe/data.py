@@ -6,14 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from ..demo import TEXTS
 from ..errors import did_you_mean
-from ..terminal.output import counted
-from .types import Alpha, Count, Listed, Names, Positive, Ratio, RowLength, Strict, Text, as_list
+from ..terminal.output import counted, short
+from .types import (
+    Alpha,
+    Count,
+    Listed,
+    Names,
+    Positive,
+    Ratio,
+    RowLength,
+    Strict,
+    Temperature,
+    Text,
+    TokenCount,
+    as_list,
+)
 from .yaml import shown
 
+CHAT = "chat"  # in place of a file of prompts: the teacher asks, and answers
 # How names of files of text end.
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
@@ -24,6 +38,10 @@ def _data_file(name: str, info: ValidationInfo) -> str:
             raise ValueError(f"{shown(name)} is a folder. Write its files, each by its name")
         raise ValueError(f"must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, not {shown(name)}")
     return name
+
+
+def _prompts(name: str, info: ValidationInfo) -> str:
+    return name if name == CHAT else _data_file(name, info)
 
 
 def _array_file(name: str) -> str:
@@ -89,18 +107,55 @@ class DemoSource(Strict):
     """Two parts of the running Python's standard library, or the sources of the packages that linearize needs."""
 
 
+class OwnText(Strict):
+    """What the teacher writes, for want of data: in large batches, kept in the run's cache, the same for a seed."""
+
+    tokens: TokenCount
+    """Tokens that it writes, to the end of the batch that reaches them."""
+    prompts: Annotated[Text, AfterValidator(_prompts)] | None = None
+    """What a text begins with; null: the token that begins a text, alone; chat: the teacher writes a user's message by
+    its chat template, then answers it; or a file: of messages it answers what comes before the assistant, of text it
+    goes on from the beginning. Prompts are taken in turn, and again from the first."""
+    prompt_tokens: Count = 64
+    """Of a text in `prompts`, the first so many tokens are the prompt."""
+    length: RowLength = 1024
+    """Tokens that it writes of one text at most."""
+    stop: Literal["end", "never"] = "end"
+    """end: a text ends where the teacher ends it; never: the teacher goes on for `length` tokens."""
+    temperature: Temperature = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that have this total probability."""
+    batch: Count | None = None
+    """Texts that each step goes on with; null: as many as fit the device's memory, up to 2,048."""
+
+    @field_validator("stop")
+    @classmethod
+    def _answers_end(cls, stop: str, info: ValidationInfo) -> str:
+        if stop == "never" and info.data.get("prompts") == CHAT:
+            raise ValueError("must be end with prompts: chat: a message that does not end has no answer")
+        return stop
+
+
+class TeacherSource(Strict):
+    teacher: OwnText
+    """The teacher writes the text itself: the base with softmax, or the recipe's own teacher."""
+
+
 OfText = (
     Annotated[FileSource, Tag("files")] | Annotated[DatasetSource, Tag("path")] | Annotated[DemoSource, Tag("demo")]
 )
 TextSources = Annotated[
-    OfText,
-    Discriminator(lambda value: _source_tag(value), "rule", "must be a mapping with exactly one of files, path, demo"),
+    OfText | Annotated[TeacherSource, Tag("teacher")],
+    Discriminator(
+        lambda value: _source_tag(value), "rule", "must be a mapping with exactly one of files, path, demo, teacher"
+    ),
 ]
 
 
 class Weighted(Strict):
     source: TextSources
-    """Files, a dataset or the demo's text."""
+    """Files, a dataset, the demo's text or the teacher's own."""
     weight: Positive = 1.0
     """Its share of the blocks is this over the sum of all weights."""
 
@@ -116,6 +171,7 @@ SOURCES: dict[str, type[Strict]] = {
     "demo": DemoSource,
     "images": ImageSource,
     "arrays": ArraySource,
+    "teacher": TeacherSource,
     "mix": MixSource,
 }
 
@@ -140,6 +196,8 @@ def local_paths(source: Any, start: Path) -> tuple[Path, ...]:
     user's folder."""
     names: tuple[str, ...] = getattr(source, "files", ())
     names += tuple(name for key in LOCAL if (name := getattr(source, key, None)) is not None)
+    if isinstance(source, TeacherSource) and source.teacher.prompts not in (None, CHAT):
+        names += (str(source.teacher.prompts),)
     return tuple(start / Path(name).expanduser() for name in names)
 
 
@@ -162,10 +220,10 @@ def _source_tag(value: Any) -> str | None:
 Alone = OfText | Annotated[ImageSource, Tag("images")] | Annotated[ArraySource, Tag("arrays")]
 Source = Annotated[
     Alone,
-    Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join([*SOURCES][:-1])}"),
+    Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join([*SOURCES][:-2])}"),
 ]
 TrainSource = Annotated[
-    Alone | Annotated[MixSource, Tag("mix")],
+    Alone | Annotated[TeacherSource, Tag("teacher")] | Annotated[MixSource, Tag("mix")],
     Discriminator(
         _source_tag, "rule", f"must be a mapping with exactly one of {', '.join(SOURCES)}, such as {{files: [a.txt]}}"
     ),
@@ -192,6 +250,9 @@ def described(source: Any) -> str:
     if isinstance(source, DatasetSource):
         parts = (source.name, *source.data_files, source.split)
         return f"{source.path} ({', '.join(part for part in parts if part)})"
+    if isinstance(source, TeacherSource):
+        prompts = {None: "", CHAT: " from chats"}.get(source.teacher.prompts, f" from {source.teacher.prompts}")
+        return f"{short(source.teacher.tokens)} tokens that the teacher writes{prompts}"
     return str(source.images if isinstance(source, ImageSource) else source.arrays)
 
 
@@ -210,7 +271,7 @@ OF_IMAGES = ("augment", "erase", "mixup", "cutmix", "repeats")  # keys of `Data`
 
 class Data(Strict):
     train: TrainSource
-    """Text or images to learn from."""
+    """Text or images to learn from; `{teacher: ...}`: text that the teacher writes itself."""
     eval: Source | None = None
     """Held-out text or images; null: nothing is evaluated."""
     pack: Pack = Pack()

@@ -67,7 +67,8 @@ class Model(Strict):
         Annotated[Text, Tag(NAMED)] | Annotated[Scratch, Tag(RANDOM)],
         Discriminator(lambda value: RANDOM if isinstance(value, dict | Scratch) else NAMED),
     ]
-    """A folder, a Hub repository, `demo`, the model that the tool ships, or `{config: ...}` for random weights."""
+    """A folder, a GGUF file, a Hub repository, `demo`, the model that the tool ships, or `{config: ...}` for random
+    weights."""
     revision: Text | None = None
     """Branch, tag or commit of a Hub repository; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -80,7 +81,7 @@ class Teacher(Strict):
     """A model other than the source, with its tokenizer, whose predictions `logit_kl` and `on_policy_kl` learn."""
 
     model: Text | None = None
-    """A folder, a Hub repository or `demo`; null: `logits` alone."""
+    """A folder, a GGUF file, a Hub repository or `demo`; null: `logits` alone."""
     revision: Text | None = None
     """Branch, tag or commit of a Hub repository; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

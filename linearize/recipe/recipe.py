@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from ..errors import LinearizeError, did_you_mean, redact
 from ..plan.mechanisms import check_name
-from .data import SOURCES
+from .data import SOURCES, TeacherSource, parts_of
 from .models import (
     NAMED,
     RANDOM,
@@ -98,7 +98,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = recipe_path(recipe)
     loaded: Recipe = validated(document := Document(path, overrides), path.parent, Recipe)
-    rules = (_stage_rules, _mixing_rules, _teacher_rules, _plain_rules, _option_rules)
+    rules = (_stage_rules, _mixing_rules, _teacher_rules, _own_text_rules, _plain_rules, _option_rules)
     broken = [found for rule in rules for found in rule(loaded)]
     options = [keys for keys, _ in broken if keys[:2] == ("convert", "options") and not document.overridden(keys)]
     left_over = options if document.overridden(("convert", "mechanism")) else []
@@ -214,6 +214,19 @@ def _teacher_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
                 "the teacher scores what the student writes, and teacher.logits has none of that. Name teacher.model "
                 "alone",
             )
+
+
+def _own_text_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """Text that a teacher writes itself needs a teacher with weights."""
+    places: list[tuple[Keys, Any]] = [(("data",), recipe.data.train)]
+    places += [(("stages", i, "data"), stage.data.train) for i, stage in enumerate(recipe.stages)]
+    for keys, source in places:
+        if not any(isinstance(part, TeacherSource) for part, _ in parts_of(source)):
+            continue
+        if recipe.teacher is not None and recipe.teacher.logits is not None:
+            yield (*keys, "train"), "has a teacher write, and teacher.logits has none of that. Name teacher.model alone"
+        elif recipe.teacher is None and recipe.plain:
+            yield (*keys, "train"), "has a teacher write, and a random model has none: name one, or give files"
 
 
 def _plain_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:

@@ -220,6 +220,11 @@ def asked_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
             lists = f"{counted(free['rows'], 'list')} of {free['length']:,} tokens"
             count = lists if key == "recall" else counted(free["texts"], "text")
             rows.append((f"{words}, {count}", percent(free["student"][key]), percent(free["teacher"][key])))
+    if answers := free.get("answers"):
+        count = counted(answers["asked"], "question")
+        ended = {who: percent(answers[who]["ended"]) for who in ("student", "teacher")}
+        rows.append((f"answers that end, {count}", ended["student"], ended["teacher"]))
+        rows.append(("ends an answer where the teacher ends it", percent(answers["same_end"]), ""))
     return rows
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKw
 
 from ..data.packing import TextSource
 from ..errors import Exit, LinearizeError, redact
-from ..recipe.data import local_paths
+from ..recipe.data import TeacherSource, local_paths
 from ..recipe.recipe import Recipe, Stage, portable, trains_source
 from .deepspeed_zero3 import INSTEAD, read_config
 from .device import on_cpu, resolve_precision
@@ -129,6 +129,12 @@ def to_source(source: Any, text_key: str, folder: Path) -> TextSource:
     if "files" in values:
         values["files"] = local_paths(source, folder)
     return TextSource(**values, text_key=text_key)
+
+
+def prompts_of(source: TeacherSource, text_key: str, folder: Path) -> TextSource | None:
+    """The file of prompts that a teacher goes on from, None where it has no file."""
+    files = local_paths(source, folder)
+    return TextSource(files=files, text_key=text_key) if files else None
 
 
 def make_optimizer(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from linearize_kernels.hf.attention_hooks import evaluating
 
-from ..checkpoint.manifest import read_plan
+from ..checkpoint.manifest import base_hashes, read_plan
 from ..checkpoint.provenance import trained_before, untrained_mixers
 from ..data.augment import augmentation
 from ..data.batches import (
@@ -28,8 +30,10 @@ from ..data.batches import (
     kind_of,
     open_processor,
     open_samples,
+    source_hash,
     token_limit,
 )
+from ..data.documents import TextSource
 from ..data.logits import WithLogits, without_logits
 from ..data.packing import BlockOrder, Blocks, MixedBlocks
 from ..errors import Exit, LinearizeError, quoted, resource_error
@@ -45,6 +49,7 @@ from ..measure.evaluate import (
     stored_score,
 )
 from ..measure.positions import longest_text, positions, reader, trained_length
+from ..recipe.data import Data, TeacherSource, parts_of
 from ..recipe.models import Scratch
 from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, OnPolicyKL, Recipe, Stage
 from ..terminal.output import counted, nats, percent
@@ -57,9 +62,10 @@ from .fit import Fit
 from .fsdp import reshard, shard, whole
 from .graphs import unrecordable
 from .loop import StageLoop, batch_norms, seed_for
+from .own_text import check_width, shards_of, write_own_text
 from .progress import pace
 from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, read_position, reading
-from .runtime import Say, in_turns, make_optimizer, make_schedule, stage_steps, to_source
+from .runtime import Say, in_turns, make_optimizer, make_schedule, prompts_of, stage_steps, to_source
 from .samples import write_samples
 from .save import load_converted, load_whole
 from .stages import Calibration, check_prediction, error_scale, listen
@@ -112,9 +118,12 @@ class Finetuner:
         else:
             self.model.to(self.device)
         for stage in self.recipe.stages:
-            if isinstance(stage, OnPolicyKL) and self.sharded:
+            if self.sharded and isinstance(stage, OnPolicyKL):
                 message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
                 raise LinearizeError(message, Exit.INCOMPATIBLE)
+            if self.sharded and own_texts(self.recipe.data_for(stage)):
+                message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
+                raise LinearizeError(f"{message}, then give data.train the files in its cache", Exit.INCOMPATIBLE)
             reason = unrecordable(self.recipe, stage, self.device, self.accelerator.num_processes, kind_of(self.model))
             if reason and self.recipe.runtime.graphs is True:
                 message = (
@@ -126,21 +135,23 @@ class Finetuner:
         ):
             self.say(note)
         self.processor = open_processor(folder, kind_of(self.model))
+        if named is not None:
+            self.load_teacher(named)
+        for stage in self.recipe.stages:
+            self.write_own_texts(self.recipe.data_for(stage))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
         if kind_of(self.model) != "images":
             texts = [without_logits(blocks) for blocks in found if blocks is not None]
-            check_vocabulary(self.processor, self.model, texts)
-        if named is not None:
-            self.load_teacher(named, [blocks for blocks in found if blocks is not None])
+            for model in filter(None, (self.model, self.student.other)):
+                check_vocabulary(self.processor, model, texts)
 
-    def load_teacher(self, named: Named, data: list[Samples]) -> None:
+    def load_teacher(self, named: Named) -> None:
         """The model of the recipe's own teacher, whole on this device; none where its predictions are stored."""
         if named.stored is not None:
             self.student.vocabulary = named.stored.vocabulary
         else:
             with in_turns(self.accelerator):
                 self.student.other = load_teacher(named, self.device)
-            check_vocabulary(self.processor, self.student.other, data)
             self.student.vocabulary = min(map(vocabulary_of, (self.model, self.student.other)))
         self.say(teacher_line(named, self.student.other))
 
@@ -177,6 +188,29 @@ class Finetuner:
 
     # ------------------------------------------------------------ data
 
+    def own_text(self, source: TeacherSource) -> Path:
+        """Where a text is that the teacher writes: the same for the same teacher, request and seed."""
+        who = base_hashes(self.base) if self.named is None else self.named.facts()
+        facts = [who, source_hash(source, self.recipe.folder), self.recipe.seed]
+        return self.run.folder / "cache" / f"own-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+
+    def write_own_texts(self, data: Data) -> None:
+        """The texts of its own that a stage asks the teacher for, unless they are there."""
+        for source in own_texts(data):
+            prompts = prompts_of(source, data.pack.text_key, self.recipe.folder)
+            folder = self.own_text(source)
+            with self.accelerator.main_process_first(), self.student.teacher() as model, evaluating(model):
+                write_own_text(
+                    model,
+                    self.processor,
+                    source.teacher,
+                    prompts,
+                    folder,
+                    self.recipe.seed,
+                    self.say,
+                    self.accelerator.autocast,
+                )
+
     def blocks(self, stage: Stage, split: str) -> Samples | None:
         """The packed blocks, or images, of a stage's train or eval data, opened once: opening reads all the text."""
         if (stage.name, split) not in self._blocks:
@@ -207,6 +241,7 @@ class Finetuner:
                 say=self.say_once,
                 augment=augmentation(data.augment) if split == "train" else None,
                 erased=data.erase if split == "train" else 0.0,
+                own=lambda source: TextSource(files=tuple(shards_of(self.own_text(source)))),
             )
         if stored is None or (split == "train" and not stage.learns_logits):
             return samples
@@ -508,6 +543,11 @@ class Finetuner:
         )
 
 
+def own_texts(data: Data) -> list[TeacherSource]:
+    """Those parts of a stage's data that the teacher writes."""
+    return [part for part, _ in parts_of(data.train) if isinstance(part, TeacherSource)]
+
+
 def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]]) -> list[str]:
     """Notes on stages whose rows are longer than what a model of text was made for, or whose steps, of so many samples,
     see so few images that their gradients are mostly chance: one for all stages of which it says the same.
@@ -579,6 +619,8 @@ def check_model(model: Any, recipe: Recipe) -> None:
             if source is not None:
                 own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
                 check_source(source, model, recipe.folder, f"{own}data.{split}")
+        for source in own_texts(recipe.data_for(stage)):
+            check_width(model, 1, source.teacher.length)
         length = recipe.data_for(stage).pack.seq_len
         if most is not None and length > most:
             own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)

@@ -47,6 +47,7 @@ class Named:
     stored: StoredLogits | None
     dtype: str | None
     trust_remote_code: bool
+    origin: str = ""  # the folder, file or Hub repository of `source`
 
     @property
     def name(self) -> str:
@@ -66,15 +67,15 @@ class Named:
 
     @property
     def sha256(self) -> str | None:
-        """The hash of the model's files; None of one of the Hub whose weights were not fetched."""
+        """The hash of the model's files; None where weights of the Hub, or of a GGUF file, were not read yet."""
         assert self.source is not None
         return sha256_of(self.source) if self.source.shards else None
 
     def downloaded(self) -> Named:
         """With the weights of a model that is to be loaded; of the Hub those of the commit that was found."""
-        if self.stored is not None or self.source is None or self.source.revision is None:
+        if self.stored is not None or self.source is None or self.source.shards:
             return self
-        return dataclasses.replace(self, source=open_source(self.source.name, self.source.revision))
+        return dataclasses.replace(self, source=open_source(self.origin, self.source.revision))
 
 
 def find_teacher(recipe: Recipe, commit: str | None = None) -> Named | None:
@@ -88,11 +89,12 @@ def find_teacher(recipe: Recipe, commit: str | None = None) -> Named | None:
         return None
     stored = None if asked.logits is None else StoredLogits(Path(os.path.expanduser(asked.logits)))
     source = None if asked.model is None else open_teacher(asked, commit)
-    return Named(source, stored, asked.dtype, asked.trust_remote_code)
+    return Named(source, stored, asked.dtype, asked.trust_remote_code, named_base(asked.model or ""))
 
 
 def open_teacher(asked: Teacher, commit: str | None = None) -> Source:
-    """The checkpoint of a teacher that is named: a folder with its shards, of the Hub the config alone."""
+    """The checkpoint of a teacher that is named: a folder with its shards, of the Hub and of a GGUF file the config
+    alone."""
     name = named_base(asked.model or "")
     local = os.path.isdir(os.path.expanduser(name))
     source = open_source(name, asked.revision if local else commit or asked.revision, weights=local)
@@ -276,7 +278,9 @@ def base_tokenizer(recipe: Recipe) -> Any:
         raise LinearizeError("teacher: model.base has no tokenizer to compare. Name it: model.base.tokenizer")
     name = named_base(name)
     folder = Path(os.path.expanduser(name))
-    if not folder.is_dir():
+    if folder.suffix == ".gguf":
+        folder = open_source(name, None, weights=False).folder
+    elif not folder.is_dir():
         folder = download_small(name, None if isinstance(base, Scratch) else recipe.model.revision)
     converted = (folder / "linearize.json").exists()
     return load_tokenizer(folder, recipe.model.trust_remote_code or converted)

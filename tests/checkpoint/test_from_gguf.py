@@ -16,12 +16,13 @@ import torch
 from conftest import holds
 from models import logits, small_model, tokens
 from safetensors.torch import load_file
-from training import BYTES, TEMPLATE, byte_tokenizer
+from training import BYTES, TEMPLATE, T, byte_tokenizer, make_recipe, stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.checkpoint.source import open_source
 from linearize.errors import Exit, LinearizeError
 from linearize.export.to_gguf import llama3_factors
+from linearize.finetune import finetune
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -195,3 +196,18 @@ def test_nothing_stays_beside_the_file(tmp_path: Path) -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert Path(out.strip()).parent == tmp_path
     assert os.listdir(tmp_path) == ["small.gguf"]
+
+
+def test_a_recipe_takes_files_as_base_and_as_teacher(tmp_path: Path) -> None:
+    """Conversations are read by the template that came with the file."""
+    student, teacher = (write_gguf(tmp_path / f"{name}.gguf") for name in ("small", "other"))
+    how = {"mechanism": "gsa", "options": {"slots": 8}}
+    data = {"train": {"files": ["chat.jsonl"]}, "pack": {"seq_len": T}}
+    stages = stage("attention_transfer", steps=1), stage("logit_kl", "all", steps=1, completion_only=True)
+    recipe = make_recipe(tmp_path, student, *stages, data=data, convert=how, teacher=str(teacher))
+    told = list[str]()
+    finetune(recipe, say=told.append)
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())["teacher"]
+    assert (facts["model"], len(facts["sha256"])) == ("other", 64)
+    assert [line for line in told if "the teacher is other" in line]
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "final").chat_template == TEMPLATE

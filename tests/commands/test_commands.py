@@ -21,7 +21,7 @@ import torch
 from conftest import Command, holds
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from training import EOS, base, byte_tokenizer
+from training import EOS, TEMPLATE, base, byte_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from linearize.demo import model_folder
@@ -140,6 +140,40 @@ def test_generation_is_the_models_own(linearize: Command, folder: Path) -> None:
 
 def load_bytes(text: str) -> torch.Tensor:
     return byte_tokenizer()(text, return_tensors="pt")["input_ids"]
+
+
+def test_a_message_is_asked_by_the_template_and_the_answer_alone_is_printed(linearize: Command, folder: Path) -> None:
+    told = continued(linearize, folder, "--chat")
+    assert told["tokens"] == continued_tokens(linearize, folder, "u:read \na:")
+    code, out, _ = linearize("generate", folder, "read ", "--max-new-tokens", "12", "--chat")
+    assert (code, out) == (0, told["text"] + "\n")
+
+
+def continued_tokens(linearize: Command, folder: Path, prompt: str) -> list[int]:
+    _, out, _ = linearize("generate", folder, prompt, "--max-new-tokens", "12", "--json")
+    return json.loads(out)["tokens"]
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(folder: Path, linearize: Command, tmp_path: Path) -> None:
+    """Also where no setting of the model names that token."""
+    written = continued(linearize, folder, "--chat")["tokens"]
+    end = byte_tokenizer().convert_ids_to_tokens(written[3])
+    shutil.copytree(folder, tmp_path / "chat")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": [end]})
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{{ m.content }}\n", "{{ m.content }}{{ '" + end + "' if m.role[0] == 'a' else '\n' }}"
+    )
+    tokenizer.save_pretrained(tmp_path / "chat")
+    assert continued(linearize, tmp_path / "chat", "--chat")["tokens"] == written[: written.index(written[3]) + 1]
+
+
+def test_chat_needs_a_template(folder: Path, linearize: Command, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    code, out, err = linearize("generate", tmp_path / "plain", "x", "--chat")
+    assert (code, out) == (Exit.INCOMPATIBLE, "")
+    assert holds(err, "--chat", "chat_template.jinja")
 
 
 def test_a_model_saved_again_is_known(linearize: Command, folder: Path, tmp_path: Path) -> None:

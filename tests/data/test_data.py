@@ -271,6 +271,12 @@ def test_without_sft_a_conversation_is_text(build: Build, tmp_path: Path) -> Non
     assert learned(blocks) == ["<user>HI<END><BOT>YO<END>", "<user>A", "<end><BOT>B<END>"]
 
 
+def test_another_template_makes_other_blocks(build: Build, tmp_path: Path) -> None:
+    source = jsonl(tmp_path, turns("hi", "yo"))
+    first = learned(build(source, 10, byte_tokenizer(template=PLAIN)))
+    assert learned(build(source, 10, byte_tokenizer(template=PLAIN.replace("<bot>", "<eos>")))) != first
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=200), seq_len=st.integers(4, 16))
 def test_conversations_stay_whole(build: Build, tmp_path: Path, lengths: list[int], seq_len: int) -> None:
@@ -314,7 +320,6 @@ def test_every_ingredient_names_another_file(build: Build, tmp_path: Path) -> No
         build(jsonl(tmp_path, {"text": "abc def"}, name="other.jsonl")),
     ]
     assert len({blocks.path for blocks in built}) == len(built)
-    assert build(texts(tmp_path, "abc def"), tokenizer=byte_tokenizer(template=PLAIN)).path == built[0].path
     prints = [data_fingerprint(blocks) for blocks in built]
     assert prints[0] == prints[2] == prints[7], "the same blocks, whatever they were made from"
     assert len({*prints[:2], prints[4], prints[6]}) == 4

@@ -29,6 +29,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.measure import compare as measures
 from linearize.measure.compare import EvalRequest, compare, state_bytes, text_recipe
 from linearize.measure.continuation import continued
+from linearize.measure.conversations import ANSWER, answers, compare_answers, end_in, questions
 from linearize.measure.evaluate import Score, note_of_little
 from linearize.measure.free_generation import answered, free_generation, repetition
 from linearize.measure.generate import load
@@ -755,6 +756,35 @@ def test_what_a_teacher_did_alone_is_taken_from_before(
     assert compare(student, teacher, text, request, first) == first
     with pytest.raises(AssertionError):
         compare(student, teacher, text, request)
+
+
+def test_answers_end_and_the_student_ends_them_where_the_teacher_does(folder: Path, tmp_path: Path) -> None:
+    """Rows of different lengths go together; of a file of text nothing is asked."""
+    source, tokenizer = folder.parent / "source", byte_tokenizer()
+    teacher = AutoModelForCausalLM.from_pretrained(source)
+    chats = [[{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "a"}] for n in (3, 9)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    prompts = questions(TextSource(files=(tmp_path / "chat.jsonl",)), tokenizer, 5)
+    assert [tokenizer.decode(prompt) for prompt in prompts] == ["u:qqq\na:", "u:qqqqqqqqq\na:"]
+    assert questions(TextSource(files=(tmp_path / "chat.jsonl",)), tokenizer, 5, ANSWER + 8) == prompts[:1]
+    assert questions(TextSource(files=(recipe(folder).parent / "train.jsonl",)), tokenizer, 5) == []
+    alone = [continued(teacher, torch.tensor([prompt]), ANSWER)[0].tolist() for prompt in prompts]
+    end = alone[0][5]
+    expected = [row[: row.index(end) + 1] if end in row else row for row in alone]
+    assert answers(teacher, prompts, [end]) == expected
+    assert [end_in(teacher, *pair, [end]) for pair in zip(prompts, expected, strict=True)] == [
+        row.index(end) if end in row else None for row in expected
+    ]
+
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    teacher.generation_config.eos_token_id = None
+    told = compare_answers(teacher, teacher, tokenizer, prompts)
+    assert told["student"] == told["teacher"]
+    assert (told["asked"], told["same_end"]) == (2, 1.0)
+    assert told["teacher"]["ended"] == sum(end in row for row in alone) / 2
+    with torch.no_grad():
+        teacher.get_input_embeddings().weight[end] = 0.0  # tied: the student never ends
+    assert end_in(teacher, prompts[0], expected[0], [end]) is None
 
 
 def test_continued_is_what_generate_writes(folder: Path) -> None:

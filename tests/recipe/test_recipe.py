@@ -348,13 +348,13 @@ MISTAKES = [
     ),
     (
         edited("demo: train", "path: x, demo: train"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix, such as "
-        "{files: [a.txt]}, not path and demo. Replace it whole: data.train={demo: ...}",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, teacher, "
+        "mix, such as {files: [a.txt]}, not path and demo. Replace it whole: data.train={demo: ...}",
     ),
     (
         edited("{demo: train}", "a.txt"),
-        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, mix, such as "
-        "{files: [a.txt]}",
+        "r.yaml:6:10 data.train: must be a mapping with exactly one of files, path, demo, images, arrays, teacher, "
+        "mix, such as {files: [a.txt]}",
     ),
     (
         MINIMAL + "output_dir: runs/${nmae}\n",
