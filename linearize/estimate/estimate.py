@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from linearize_kernels.hf.attention_hooks import mixers_of
 
 from ..data.batches import kind_of, limits, token_limit, tokens_per_sample
@@ -19,6 +21,7 @@ from ..recipe.data import DemoSource, FileSource, TeacherSource, holds_images, l
 from ..recipe.recipe import AttentionTransfer, Recipe, Stage
 from ..terminal.output import size
 from ..train.chunked_head import obstacle
+from ..train.graphs import unrecordable
 from ..train.runs import processes
 from ..train.runtime import stage_steps
 from ..train.student import linear_layers
@@ -137,7 +140,9 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
         blocks, length = stage.batch.blocks, tokens_per_sample(recipe.data_for(stage))
         steps = stage_steps(stage, blocks * processes(), length, max_steps)
         tokens = None if steps is None else steps * blocks * processes() * length
-        seconds = step_seconds(stage, memory, device, rehearsal.precision)
+        plain = unrecordable(recipe, stage, torch.device("cuda"), processes(), kind_of(rehearsal.model))
+        recorded = recipe.runtime.graphs is not False and not plain
+        seconds = step_seconds(stage, memory, device, rehearsal.precision, recorded)
         rate = None if seconds is None else blocks * processes() * length / seconds
         hours = None if rate is None or tokens is None else tokens / rate / 3600
         found.append(StageCost(stage, memory, steps, tokens, rate, hours))

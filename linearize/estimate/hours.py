@@ -40,27 +40,35 @@ START, STORED = 8.0, 2e-9
 WRITTEN = 2 * NEW_TOKENS
 # Seconds that a host takes to start one operation on a GPU; small models wait for that.
 LAUNCH = 4.5e-5
+# What one of them takes in a recorded step, where nothing waits: of SmolLM2's shape 13 us in attention transfer, and 20
+# in logit KL (docs/cost.md).
+RECORDED = 2e-5
 # A token that is written, in a large batch, beside one of a pass; and seconds of a step at least, on a GPU. Rough.
 DECODED, STEP = 4, 0.01
 # AdamW and clipping on a CPU: operations for each tensor, and how often they read or write the bytes of the moments.
 OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 8, 4
 
 
-def seconds_of(work: Work, device: Device, precision: str, transfers: bool = False) -> float | None:
+def seconds_of(
+    work: Work, device: Device, precision: str, transfers: bool = False, launch: float = LAUNCH
+) -> float | None:
     """What some work takes on a device, in accelerate's `precision`; None where its rate is not known or the work was
-    not counted. Attention transfer reaches another share of a GPU's products than other passes."""
+    not counted. Attention transfer reaches another share of a GPU's products than other passes; `launch` is seconds of
+    an operation there."""
     if not work.flops:
         return None
     if device.kind == "cpu":
         return cpu_rates(torch.bfloat16 if precision == "bf16" else torch.float32).seconds(work)
     if device.flops is None:
         return None
-    return max(work.flops / (SHARES[transfers] * device.flops), work.launches * LAUNCH)
+    return max(work.flops / (SHARES[transfers] * device.flops), work.launches * launch)
 
 
-def step_seconds(stage: Stage, memory: Memory, device: Device, precision: str) -> float | None:
-    """One optimizer step on one device; None where its rate is not known or the step was not counted."""
-    micro = seconds_of(memory.work, device, precision, isinstance(stage, AttentionTransfer))
+def step_seconds(stage: Stage, memory: Memory, device: Device, precision: str, recorded: bool) -> float | None:
+    """One optimizer step on one device, on a GPU perhaps `recorded` (train/graphs.py). None where the device's rate is
+    not known, or the step was not counted."""
+    launch = RECORDED if recorded else LAUNCH
+    micro = seconds_of(memory.work, device, precision, isinstance(stage, AttentionTransfer), launch)
     if micro is None:
         return None
     if device.kind == "cpu":
