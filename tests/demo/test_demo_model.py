@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize.demo
 from linearize.demo import tour
-from linearize.demo.corpus import HELD_OUT, Document, documents, is_test, read_dump, split_of, write_dump
+from linearize.demo.corpus import HELD_OUT, Document, documents, is_test, split_of
 from linearize.errors import Exit, LinearizeError
 
 MODEL = Path(linearize.demo.__file__).parent / "model"
@@ -65,17 +65,8 @@ def test_split_goes_by_name(name, split):
     assert split_of(name) == split
 
 
-def test_suites_are_left_out_unless_asked_for(library):
+def test_suites_are_left_out(library):
     assert not any(is_test(document.name) for document in library)
-    everything = documents("train", tests=True)
-    assert everything[: len(library)] == library
-    assert all(is_test(document.name) for document in everything[len(library) :])
-
-
-def test_dump_gives_the_same_documents(tmp_path, library, heldout_library):
-    path = write_dump(tmp_path, tests=False)
-    assert documents("heldout", dump=path) == heldout_library
-    assert len(read_dump(path)) == len(library) + len(heldout_library)
 
 
 def test_model_folder_is_small():
