@@ -77,8 +77,8 @@ def convert(
     score_by: Annotated[
         str,
         typer.Option(
-            help="How auto scores layers or heads: restore (starts all linear, gives softmax back one by one), swaps "
-            "(makes one at a time linear; fastest) or gates (learns how much softmax each needs)."
+            help="How auto scores layers or heads: restore (starts all linear, gives softmax back one by one) "
+            "or swaps (makes one at a time linear; fastest)."
         ),
     ] = "restore",
     score_text: Annotated[
@@ -393,9 +393,8 @@ def choice_table(choice: Choice, flag: str) -> None:
     scores = [(name, f"{score:.3f}", "softmax (kept)" * (name in names)) for name, score in choice.scores.items()]
     out.print(table({what: "number", "score": "number", "attention": "short"}, scores))
     out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
-    if choice.method != "gates":
-        mean = ", the mean of text and repetition" if choice.recalls else ""
-        out.print(f"the loss is KL from the source, as a share of that with no {what} kept{mean}")
+    mean = ", the mean of text and repetition" if choice.recalls else ""
+    out.print(f"the loss is KL from the source, as a share of that with no {what} kept{mean}")
     texts = counted(choice.recalls, "text that asks", "texts that ask")
     recall = f" and {texts} for a repetition" if choice.recalls else ""
     if choice.lacking:
