@@ -423,6 +423,8 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
 def not_measured(run: RunRecord) -> str:
     """What to run so that a page has what `linearize eval` measures. A page may be published: it has no paths of this
     machine, and `linearize eval` takes those of the teacher and of the text from the run."""
+    if run.unit == "latents":
+        return html.paragraph("Not measured: the model writes no text. report.json has its predictions by noise level.")
     folder, where = as_typed(run)
     command = f"{measuring(run, folder)}\nlinearize report {shlex.quote(str(folder))}"
     begin = "Not measured. These commands"
