@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
 from ..recipe.models import Batch, Checkpoint, Convert, Optimizer, Schedule
 from ..recipe.presets import recipe_path, recipes_folder
-from ..recipe.recipe import validated
+from ..recipe.recipe import Recipe, load_recipe, validated
 from ..recipe.types import Count, Listed, Ratio, Strict, Text
 from ..recipe.yaml import Document
 
@@ -145,6 +145,11 @@ def holds_latents(recipe: str | Path, overrides: Sequence[str] = ()) -> bool:
     data = Document(recipe_path(recipe), overrides).data.get("data")
     train = data.get("train") if isinstance(data, dict) else None
     return isinstance(train, dict) and "latents" in train
+
+
+def load_either(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe | DiffusionRecipe:
+    """A recipe for models of transformers, or of latents, as its data say. Raises LinearizeError as `load_recipe`."""
+    return (load_latents_recipe if holds_latents(recipe, overrides) else load_recipe)(recipe, overrides)
 
 
 def load_latents_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> DiffusionRecipe:
