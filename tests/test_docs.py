@@ -329,7 +329,7 @@ def test_other_commands_name_what_exists(page: Path) -> None:
             assert (ROOT / name).exists() or (older and name.startswith("benchmarks/")), words
 
 
-@every_page
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
     code = re.findall(r"`((?:linearize|kernels|tests|benchmarks|recipes|docs)/[\w./-]+)`", page.read_text("utf-8"))
     missing = [name for name in code if "NAME" not in name and not (ROOT / name).exists()]
