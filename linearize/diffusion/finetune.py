@@ -30,7 +30,7 @@ from ..convert import check_disk, separate
 from ..errors import Exit, LinearizeError, reason_of, resource_error, undamaged
 from ..hub.push import check_access, push_saved
 from ..job import start
-from ..job.checks import check_only, check_order
+from ..job.checks import check_stage_name, check_stage_order
 from ..page.drawing import pillow
 from ..plan.plan import Plan
 from ..terminal.output import counted
@@ -224,10 +224,10 @@ def run_of(recipe: DiffusionRecipe, only: str | None, resume: str) -> Run:
     check_base(recipe)
     resolve_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
     asked: Any = recipe  # both kinds of recipes have what is read here
-    check_only(asked, only)
+    check_stage_name(asked, only)
     run = Run(asked, resume)
     if not run.finished:
-        check_order(asked, run, only)
+        check_stage_order(asked, run, only)
     return run
 
 

@@ -92,13 +92,13 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
 
 
 def limits(values: Sequence[float], log: bool) -> tuple[float, float]:
-    """The ends of an axis that shows these values with some room."""
+    """The ends of an axis that shows these values with some margin."""
     low, high = min(values), max(values)
     if log:
-        room = max((high / low) ** 0.06, 1.02)
-        return low / room, high * room
-    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    return (0.0 if 0 <= low < 0.3 * high else low - room), high + room
+        margin = max((high / low) ** 0.06, 1.02)
+        return low / margin, high * margin
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return (0.0 if 0 <= low < 0.3 * high else low - margin), high + margin
 
 
 def scale(low: float, high: float, log: bool, start: float, end: float) -> Callable[[float], float]:
