@@ -91,7 +91,7 @@ def finetune(
             png = drawn(recipe, tuner, opened)
             write_result(folder / PICTURE, png)
             run.write_report(report)  # first, for a run with `final` counts as finished and has a report
-            save(base, run.final, model, trained_names(tuner), report, png, recipe)
+            save(base, run.final, tuner.weights(), report, png, recipe.finish.verify)
             run.finish()
             say(f"saved {run.final}; samples of student and teacher are in {folder / PICTURE}")
             if recipe.finish.push is not None:
@@ -369,10 +369,6 @@ def decoder(vae: Any) -> Decode | None:
 # ---------------------------------------------------------------- what is saved
 
 
-def trained_names(tuner: Any) -> set[str]:
-    return {name for stage in tuner.recipe.stages for name in tuner.trained(stage)}
-
-
 def kept_files(base: Path) -> list[Path]:
     """The files of a converted folder that its trained copy has: those that linearize.json lists and that are not
     written anew, and the transformer's weights by whatever name.
@@ -393,17 +389,14 @@ def kept_files(base: Path) -> list[Path]:
     return found
 
 
-def save(
-    base: Path, output: Path, model: Any, names: set[str], report: dict[str, Any], png: bytes, recipe: DiffusionRecipe
-) -> None:
-    """The base's folder with the trained values in their places, a card, and the picture; verified before it appears.
+def save(base: Path, output: Path, values: dict[str, Tensor], report: dict[str, Any], png: bytes, verify: bool) -> None:
+    """The base's folder with the trained `values` in their places, a card, and the picture; verified before it appears.
 
     Raises LinearizeError (exit 6) when a check fails.
     """
     manifest = read_json(base / checkpoint.MANIFEST)
     part = parts_of(base)[0]
     prefix = f"{part}/" if part else ""
-    values = {name: value.detach().cpu() for name, value in model.named_parameters() if name in names}
     hashes = checkpoint.recorded_hashes(manifest)
     with output_folder(output, overwrite=True) as folder:
         for path in kept_files(base):
@@ -430,7 +423,7 @@ def save(
         (folder / "README.md").write_text(card((base / "README.md").read_text("utf-8"), report), "utf-8")
         own = checkpoint.manifest(folder, Plan.from_json(manifest["plan"]), hashes)
         checkpoint.write_json(folder / checkpoint.MANIFEST, own)
-        if recipe.finish.verify:
+        if verify:
             failed = [row for row in verify_folder(folder, trust_remote_code=True) if row.status == "failed"]
             if failed:
                 message = f"verification failed: {failed[0].name}: {failed[0].detail}. The training is kept"

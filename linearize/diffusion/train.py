@@ -17,7 +17,6 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import get_scheduler
 
 from ..errors import Exit, LinearizeError
 from ..terminal.output import say
@@ -25,6 +24,7 @@ from ..terminal.progress import progress, silent
 from ..terminal.signals import END, caught, end_or_stop
 from ..train.loop import seed_for
 from ..train.runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
+from ..train.runtime import make_optimizer, make_schedule
 from .latents import Data, Noise, inputs_of
 from .recipe import DiffusionRecipe, DiffusionStage
 
@@ -120,15 +120,12 @@ class Distiller:
         new = [p for name, p in parameters.items() if ".mixer." in name]
         old = [p for name, p in parameters.items() if ".mixer." not in name]
         groups = [{"params": new, "lr": settings.new_lr or settings.lr}, {"params": old, "lr": settings.lr}]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=settings.betas, weight_decay=settings.weight_decay
-        )
-        schedule = scheduled(optimizer, stage)
+        asked: Any = stage  # which has what is read of any stage
+        optimizer = make_optimizer([group for group in groups if group["params"]], asked, accelerator.device)
+        rates, factor = [group["lr"] for group in optimizer.param_groups], make_schedule(asked, optimizer, stage.steps)
         if start and run.resume_from is not None:
             with reading(path := run.resume_from / OPTIMIZER):
-                state = torch.load(path, map_location=accelerator.device, weights_only=True)
-                optimizer.load_state_dict(state["optimizer"])
-                schedule.load_state_dict(state["schedule"])
+                optimizer.load_state_dict(torch.load(path, map_location=accelerator.device, weights_only=True))
         loss_of = self.transfer if stage.kind == "attention_transfer" else self.match
         share = 1 / stage.batch.gradient_accumulation_steps
         shown = progress(stage.name, stage.steps - start) if accelerator.is_main_process else nullcontext(silent)
@@ -150,8 +147,9 @@ class Distiller:
                 if not torch.isfinite(torch.tensor([loss, norm])).all():
                     message = f"{stage.name}: the loss or its gradient is not finite at step {step + 1}. Lower the lr"
                     raise LinearizeError(message, Exit.CHECK_FAILED)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * factor(step)
                 optimizer.step()
-                schedule.step()
                 optimizer.zero_grad(set_to_none=True)
                 done = step + 1
                 position = Position(number, done, done * self.latents_of(stage), done == stage.steps)
@@ -159,7 +157,7 @@ class Distiller:
                     run.log(stage=stage.name, step=done, tokens=position.tokens, loss=loss, grad_norm=norm)
                 advance(1)
                 if position.done or stopping or done % self.recipe.checkpoint.every_steps == 0:
-                    self.save(run, position, {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()})
+                    self.save(run, position, optimizer)
                 if stopping:
                     message = f"interrupted after step {done} of {stage.name}. The same command continues"
                     raise LinearizeError(message, Exit.INTERRUPTED)
@@ -171,21 +169,25 @@ class Distiller:
         end_or_stop(self.interrupted, number, say)
         self.interrupted = True
 
+    def weights(self) -> dict[str, Tensor]:
+        """The values, on the CPU, of all that the recipe's stages train."""
+        names = {name for stage in self.recipe.stages for name in self.trained(stage)}
+        return {name: p.detach().cpu().contiguous() for name, p in self.model.named_parameters() if name in names}
+
     def latents_of(self, stage: DiffusionStage) -> int:
         """Latents of an optimizer step in all processes."""
         return stage.batch.blocks * self.accelerator.num_processes
 
-    def save(self, run: Run, position: Position, state: dict[str, Any]) -> None:
+    def save(self, run: Run, position: Position, optimizer: torch.optim.Optimizer) -> None:
         """A checkpoint: where the run is, all that it has trained, and within a stage its optimizer."""
         if not self.accelerator.is_main_process:
             return
-        names = {name for stage in self.recipe.stages for name in self.trained(stage)}
-        weights = {name: p.detach().cpu().contiguous() for name, p in self.model.named_parameters() if name in names}
+        weights = self.weights()
 
         def write(folder: Path) -> None:
             save_file(weights, folder / WEIGHTS)
             if not position.done:
-                torch.save(state, folder / OPTIMIZER)
+                torch.save(optimizer.state_dict(), folder / OPTIMIZER)
 
         run.save(position, write)
 
@@ -196,12 +198,3 @@ class Distiller:
         with reading(run.resume_from / WEIGHTS):
             self.model.load_state_dict(load_file(run.resume_from / WEIGHTS), strict=False)
         return read_position(run.resume_from)
-
-
-def scheduled(optimizer: Any, stage: DiffusionStage) -> Any:
-    """The learning rate over a stage."""
-    asked = stage.schedule
-    warmup = asked.warmup_steps if asked.warmup_steps is not None else round(asked.warmup_ratio * stage.steps)
-    name = "constant_with_warmup" if asked.name == "constant" else asked.name
-    own = {"min_lr_rate": asked.min_lr_ratio} if asked.min_lr_ratio is not None else {}
-    return get_scheduler(name, optimizer, warmup, stage.steps, scheduler_specific_kwargs=own)
