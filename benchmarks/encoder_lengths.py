@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from linearize.bench.blocks import BlockShape, block_inputs, make_blocks
+from benchmarks.blocks import BlockShape, block_inputs, make_blocks
 from linearize.bench.timing import here, machine
 from linearize.plan.mechanisms import parse_settings
 

@@ -18,7 +18,7 @@ from .checkpoint.manifest import read_plan
 from .checkpoint.provenance import check_code_cache
 from .errors import Exit, LinearizeError, os_error, quoted
 from .hub.push import check_access, push_saved
-from .job.checks import check_order
+from .job.checks import check_stage_order
 from .job.notes import not_held_out, resume_note
 from .job.resolve import Job, resolve
 from .job.start import open_base, run_of
@@ -47,7 +47,7 @@ def finetune(
         if run.finished:
             job.say(f"{run.final} is finished already; `--resume never` would start over")
             return run.read_report()
-        check_order(job.recipe, run, only)
+        check_stage_order(job.recipe, run, only)
         job.say = run.noted(job.say)
         job.resolve_auto()
         return train(job)

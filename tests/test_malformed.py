@@ -449,7 +449,7 @@ def test_a_source_that_is_deleted_meanwhile(shared: Path, tmp_path: Path, lost: 
 def test_a_base_that_is_deleted_meanwhile(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the opening of a run and the loading of its model."""
     ours = Path(shutil.copytree(shared / "ours", tmp_path / "ours"))
-    monkeypatch.setattr("linearize.job.start.begin", lambda *arguments: shutil.rmtree(ours))
+    monkeypatch.setattr("linearize.job.start.open_run", lambda *arguments: shutil.rmtree(ours))
     with pytest.raises(LinearizeError, match="ours") as caught:
         train(make_recipe(tmp_path, ours, stage("logit_kl", steps=1)))
     assert caught.value.code in (Exit.INCOMPATIBLE, Exit.RESOURCE)

@@ -1,14 +1,10 @@
-"""Tables and a picture of what `linearize bench kernels` measured."""
+"""Tables of what `linearize bench kernels` measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from ..errors import writing
-from ..page.charts import WIDTH, limits, scale
-from ..page.drawing import SERIES, Box, Dot, Drawing, Line, Text, stacked
 from ..terminal.output import markdown_table
 
 # Of a run: forward alone; forward and backward.
@@ -150,29 +146,3 @@ def _steps(records: list[dict[str, Any]]) -> Iterator[str]:
         rows.append(cells)
     columns = ("decode step", "path", "µs", "copy of the same bytes µs", "TB/s", "share of copy")
     yield from ("", *markdown_table(columns, rows))
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Forward + backward time per shape and kernel, one picture a mechanism, as a PNG."""
-    measured = {name: [run for run in one["runs"] if "both" in run] for name, one in result["mechanisms"].items()}
-    drawn = [bars(f"{name}, {result['machine']['device']}", runs) for name, runs in measured.items() if runs]
-    if drawn:
-        with writing(path):
-            path.write_bytes(stacked(drawn).png())
-
-
-def bars(title: str, runs: list[dict[str, Any]]) -> Drawing:
-    """A bar for each run, of a length that follows the logarithm of its time; runs of one shape stand together."""
-    names = list(dict.fromkeys(run["name"] for run in runs))
-    across = scale(*limits([run["both"]["ms"] for run in runs], True), True, 2.0, WIDTH / 2)
-    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, f"{title}: forward + backward", "ink", 13)]
-    y, shown = 22.0, ""
-    for run in runs:
-        if run["shape"] != shown:
-            shown, y = run["shape"], y + 18
-            shapes.append(Text(0, y, shown, "ink"))
-            y += 6
-        end, colour = across(run["both"]["ms"]), SERIES[names.index(run["name"]) % len(SERIES)]
-        shapes += [Box(0, y, end, 12, colour), Text(end + 6, y + 10, f"{run['both']['ms']:.3g} ms, {run['name']}")]
-        y += 16
-    return Drawing(WIDTH, y, title, tuple(shapes))

@@ -24,8 +24,8 @@ from ..verify.reload import (
     check_steps,
     compare,
     reload_logits,
-    room_for,
     stop_children,
+    what_fits,
 )
 from . import write as checkpoint
 from .atomic import output_folder
@@ -148,12 +148,12 @@ def compared(old: Path, new: Path, plan: Plan) -> str:
     Raises LinearizeError: 3 for an old folder whose code does not run; 6 for tensors that are missing, and for logits
     that differ.
     """
-    message, room = "reloaded in a clean process: {} tensors, none missing, none unexpected", room_for(new, plan)
-    if room is None:
+    message, fits = "reloaded in a clean process: {} tensors, none missing, none unexpected", what_fits(new, plan)
+    if fits is None:
         return message.format(check_keys(new)) + TOO_LARGE
-    with ThreadPoolExecutor(2 if room.twice else 1) as pool:
-        before = pool.submit(logits_before, old, room.layers)
-        after = pool.submit(reload_logits, new, room.layers, False)
+    with ThreadPoolExecutor(2 if fits.twice else 1) as pool:
+        before = pool.submit(logits_before, old, fits.layers)
+        after = pool.submit(reload_logits, new, fits.layers, False)
         try:
             count, logits, child = after.result()
             difference = compare(logits, before.result(), "the upgraded model's logits differ from before by")
@@ -162,7 +162,7 @@ def compared(old: Path, new: Path, plan: Plan) -> str:
             stop_children()
             raise
     equal = f"; logits equal those of before (largest difference {difference:.1e})"
-    return message.format(count) + equal + check_steps(child) + (FIRST.format(room.layers) if room.layers else "")
+    return message.format(count) + equal + check_steps(child) + (FIRST.format(fits.layers) if fits.layers else "")
 
 
 def logits_before(folder: Path, layers: int) -> torch.Tensor:

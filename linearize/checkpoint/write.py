@@ -60,10 +60,10 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: SourceCl
     hashes["written"]["tensors"] |= mixers
     write_index(folder, shards)
     copy_carried(source.folder, folder)
-    kind = tokenizer.unnamed_class(source.folder)
-    if kind:
+    class_name = tokenizer.unnamed_class(source.folder)
+    if class_name:
         path = folder / tokenizer.FILE
-        write_json(path, {**(read_json(path) if path.exists() else {}), "tokenizer_class": kind})
+        write_json(path, {**(read_json(path) if path.exists() else {}), "tokenizer_class": class_name})
     for name, text in code_files(plan, natives).items():
         if (folder / name).exists():
             message = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"

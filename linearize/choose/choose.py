@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
@@ -37,7 +36,7 @@ from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl, next_token_targets
 from ..train.runtime import Say
 from ..verify.child.inputs import most_tokens
-from .methods import GATE_STEPS, Chosen, Unit, any_fits, gates, restore, swaps
+from .methods import Chosen, Unit, any_fits, restore, swaps
 from .mixture import Mixture, Units
 
 # What is read: steps of attention transfer, then text to compare predictions on, then texts that ask for a repetition.
@@ -45,7 +44,6 @@ TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
 SCORE_TOKENS = 4096
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
-GATE_PASSES = 7  # what a step of gates takes: softmax and mixers forward and backward, and the source
 # What a window of kept softmax costs is measured on the last tokens of so many rows, at least, of LONGEST tokens at
 # most; on more rows where they are short, up to so many last tokens.
 LONG_ROWS, WINDOW_TOKENS = 2, 4096
@@ -119,18 +117,6 @@ class Scorer:
     def _share(self, values: dict[str, Any]) -> Any:
         parts = [value / max(self.linear[kind], 1e-12) for kind, value in values.items()]
         return sum(parts) / len(parts)
-
-    def lost_at(self, opened: Tensor, step: int) -> Tensor:
-        """The share that is lost at these gates, one a unit, on the batches of one step; it has a gradient."""
-        gates = self.mixture.opened(self.units, opened)
-        values = {}
-        for kind, batches in self.batches.items():
-            batch = batches[step % len(batches)]
-            logits = self.mixture.logits(batch, gates)
-            values[kind] = logit_kl(logits, self.mixture.teacher(batch), batch["asked"])
-            self.advance(GATE_PASSES * batch["input_ids"].numel())
-        share: Tensor = self._share(values)
-        return share.to(opened.device)
 
 
 @device_memory()
@@ -351,9 +337,6 @@ def tokens_of_choice(method: Method, units: int, count: int, seq_len: int) -> tu
     recalled, text = RECALLS * min(seq_len, RECALL_TOKENS), max(SCORE_TOKENS // seq_len, 1) * seq_len
     scored = text + recalled
     trained = TRANSFER_STEPS * max(TRANSFER_TOKENS // seq_len, 1) * seq_len
-    if method == "gates":  # a pass of the source, one of a mixture of all, and its way back
-        batches = min(max(BATCH_TOKENS, seq_len), text) + min(BATCH_TOKENS, recalled)
-        return GATE_STEPS * GATE_PASSES * batches + 4 * scored, trained
     if method == "swaps":
         return (units + 5) * scored, trained
     return (sum(units - kept for kept in range(count)) + count + 4) * scored, trained
@@ -363,8 +346,6 @@ def by_method(method: Method, scorer: Scorer, count: int) -> Chosen:
     """The choice of one method."""
     units: list[Any] = list(scorer.units)
     fits = leaves_one(units) if isinstance(units[0], tuple) else any_fits
-    if method == "gates":
-        return gates(units, count, scorer.lost_at, fits)
     return (swaps if method == "swaps" else restore)(units, count, scorer.lost, fits)
 
 

@@ -1,9 +1,7 @@
-"""Which layers, or heads, keep softmax, by three methods. Each asks how much is lost with some kept.
+"""Which layers, or heads, keep softmax, by two methods. Each asks how much is lost with some kept.
 
 restore   from all linear, give softmax back to the one that helps most, then to the next one beside it
 swaps     make one linear at a time, and keep those that lose most: few passes, blind to interactions
-gates     train a gate at each between softmax and its mixer, with a penalty until as many as asked stay open
-          (arXiv 2606.30562)
 
 What is lost is a share: 0 as the source, 1 as with all linear.
 """
@@ -13,18 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-GATE_STEPS = 40
-GATE_LR = 0.15
-
 # A layer by its number, or a group of heads by its layer and key head.
 Unit = Any
 # What is lost with each of these sets kept.
 Lost = Callable[[Sequence[Collection[Unit]]], list[float]]
-# What is lost at one gate a unit, on the batches of one step, with a gradient.
-LostAt = Callable[[Tensor, int], Tensor]
 # Whether one more may be kept beside others.
 Fits = Callable[[Collection[Unit], Unit], bool]
 
@@ -69,22 +59,4 @@ def swaps(units: list[Unit], count: int, lost: Lost, fits: Fits = any_fits) -> C
     """One linear at a time: len(units) evaluations."""
     found = lost([{*units} - {unit} for unit in units])
     scores = dict(zip(units, found, strict=True))
-    return Chosen(best(scores, count, fits), scores)
-
-
-def gates(units: list[Unit], count: int, lost_at: LostAt, fits: Fits = any_fits) -> Chosen:
-    """All gates together, from half open: the loss asks them to open, a growing penalty on their sum to close."""
-    logits = torch.zeros(len(units), requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=GATE_LR, betas=(0.8, 0.95))
-    weight = 0.0
-    for step in range(GATE_STEPS):
-        opened = logits.sigmoid()
-        excess = float(opened.sum().detach()) - count
-        # A multiplier that grows while more than `count` are open and falls while fewer are.
-        weight = max(0.0, weight + excess / len(units) / 10)
-        loss = lost_at(opened, step) + weight * opened.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    scores = dict(zip(units, logits.detach().sigmoid().tolist(), strict=True))
     return Chosen(best(scores, count, fits), scores)

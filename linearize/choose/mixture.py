@@ -44,7 +44,7 @@ from ..train.losses import relative_mse
 from ..train.stages import Calibration, Inputs, Listener
 from ..train.student import Student
 
-Gate = float | Tensor  # a tensor is one number, or one for each key head
+Gate = float | Tensor  # a tensor has a number for each key head
 Units = Sequence[int] | Sequence[Group]  # layers, or heads by layer and key head
 
 
@@ -103,7 +103,7 @@ class Mixture:
             return self._logits(batch, last)
 
     def logits(self, batch: Batch, gates: Mapping[int, Gate], last: int | None = None) -> Tensor:
-        """Logits as of `teacher` where `gates` has a number for each layer, or a tensor that may get a gradient."""
+        """Logits as of `teacher` where `gates` has a number for each layer, or one for each of its key heads."""
         self.gates = gates
         with self._mixing(), self.autocast():
             return self._logits(batch, last)
@@ -118,17 +118,6 @@ class Mixture:
             heads = [float((layer, head) in kept) for head in range(mixer.site.kv_heads)]
             gates[layer] = torch.tensor(heads, device=self.model.device) if any(heads) else float(layer in kept)
         return gates
-
-    def opened(self, units: Units, values: Tensor) -> dict[int, Gate]:
-        """The gates of layers, or heads, by `values` [len(units)] from 0 to 1; those that no unit names are closed."""
-        found = dict(zip(units, values.to(self.model.device).unbind(), strict=True))
-        if not isinstance(units[0], tuple):
-            return {layer: found.get(layer, 0.0) for layer in self.mixers}
-        closed = values.new_zeros((), device=self.model.device)
-        return {
-            layer: torch.stack([found.get((layer, head), closed) for head in range(mixer.site.kv_heads)])
-            for layer, mixer in self.mixers.items()
-        }
 
     @contextlib.contextmanager
     def _mixing(self) -> Iterator[None]:
@@ -209,7 +198,7 @@ def mix(
 ) -> tuple[Tensor, None]:
     """In place of a mixer's attention function: gate times softmax plus the rest of its output, [B,T,H,Dv]."""
     call, gate = mixer.calls[this_thread()], mixture.gates[mixer.site.layer]
-    if isinstance(gate, Tensor) and gate.ndim:  # a number for each key head
+    if isinstance(gate, Tensor):
         gate = gate.repeat_interleave(query.shape[1] // len(gate))[:, None]
     call.used = True
     local = mixture.local.get(mixer.site.layer)

@@ -30,7 +30,6 @@ def bench_kernels(
     save: Annotated[
         Path | None, typer.Option(help="JSON file for the results. It is written after every row.", parser=path)
     ] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the times into this PNG.", parser=path)] = None,
     as_json: Json = False,
 ) -> None:
     """Time the kernels of each mechanism beside PyTorch, SDPA and, where it is installed, flash-linear-attention.
@@ -40,30 +39,24 @@ def bench_kernels(
     with starting(TORCH):
         from ..bench.kernels import bench_kernels as measure
         from ..bench.kernels import failures
-        from ..bench.report import markdown, plot
+        from ..bench.report import markdown
         from ..checkpoint.atomic import check_result, write_result
         from ..errors import Exit, LinearizeError, absent
-        from ..page.drawing import pillow
 
     def tell(row: str, result: dict[str, Any]) -> None:
         say(row)
         if save is not None and result["mechanisms"]:
             write_result(save, json.dumps(finite(result)))
 
-    for output in (save, picture):  # it takes an hour to get there
-        if output is not None and not output.absolute().parent.is_dir():
-            raise absent(output.absolute().parent, "no such folder")
-    if save is not None:
+    if save is not None:  # it takes an hour to get there
+        if not save.absolute().parent.is_dir():
+            raise absent(save.absolute().parent, "no such folder")
         check_result(save, '{"machine": ', "bench kernels")
-    if picture is not None:
-        pillow("--plot")
     result = measure(mechanism, tokens, tell, presets=preset)
     if as_json:
         print_json(result)
     else:
         show(markdown(result))
-    if picture is not None:
-        plot(result, picture)
     if failed := failures(result):
         raise LinearizeError("; ".join(failed), Exit.CHECK_FAILED)
 

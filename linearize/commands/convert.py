@@ -77,8 +77,8 @@ def convert(
     score_by: Annotated[
         str,
         typer.Option(
-            help="How auto scores layers or heads: restore (starts all linear, gives softmax back one by one), swaps "
-            "(makes one at a time linear; fastest) or gates (learns how much softmax each needs)."
+            help="How auto scores layers or heads: restore (starts all linear, gives softmax back one by one) "
+            "or swaps (makes one at a time linear; fastest)."
         ),
     ] = "restore",
     score_text: Annotated[
@@ -169,12 +169,6 @@ def convert(
         raise LinearizeError("--push: upload a pipeline of diffusers when it is there: linearize push DIR user/repo")
     if push is not None:
         hub.check_name(push) if dry_run else hub.check_access(push)
-    if restore and story is of_diffusers:
-        raise LinearizeError("--restore: of models of diffusers, convert the source again with other --layers")
-    if to is None and story is of_diffusers:
-        raise LinearizeError("--to is missing: name the mechanism, such as --to gsa")
-    if keep_heads and story is of_diffusers:
-        raise LinearizeError("--keep-heads: attention in diffusers pipelines is bidirectional; name layers to keep")
     scored = any(map(is_auto, (keep_softmax, keep_heads, kept_window)))
     priced = score_text is not None and kept_window is not None
     if score_text is not None and not (scored or priced):
@@ -185,13 +179,14 @@ def convert(
     asked: dict[str, Any] = {}
     if (scored or priced) and story is of_transformers:
         asked = of_scoring(score_by, score_text, of_recipe)
-    asked |= {"restore": restore, "keep_heads": keep_heads} if story is of_transformers else {}
     planned = story.plan_conversion(
         model,
         to,
         layers=layers,
         keep_softmax=keep_softmax,
+        keep_heads=keep_heads,
         kept_window=kept_window,
+        restore=restore,
         options=options,
         allow_drop=[name.strip() for text in allow_drop or [] for name in text.split(",")],
         dtype=dtype,
@@ -258,9 +253,8 @@ def asked_recipe(context: typer.Context, recipe: str, values: list[str]) -> Any:
 
     Raises LinearizeError (exit 2) for a recipe that converts nothing, or starts from a random model.
     """
-    from ..diffusion.recipe import holds_latents, load_latents_recipe
+    from ..diffusion.recipe import load_either
     from ..recipe.models import Scratch
-    from ..recipe.recipe import load_recipe
 
     given = list(values)
     for name, key in OF_RECIPE.items():
@@ -271,7 +265,7 @@ def asked_recipe(context: typer.Context, recipe: str, values: list[str]) -> Any:
                 value = [one.strip() for text in value for one in text.split(",")]
             given.append(f"{key}={json.dumps(None if (name, value) == ('dtype', 'keep') else value)}")
     given += [f"convert.options.{setting}" for setting in context.params["settings"] or []]
-    found: Any = (load_latents_recipe if holds_latents(recipe, given) else load_recipe)(recipe, given)
+    found: Any = load_either(recipe, given)
     if found.convert is None:
         raise LinearizeError(f"{recipe}: convert is null, so nothing is converted. Give --to and a model instead")
     if isinstance(found.model.base, Scratch):
@@ -393,9 +387,8 @@ def choice_table(choice: Choice, flag: str) -> None:
     scores = [(name, f"{score:.3f}", "softmax (kept)" * (name in names)) for name, score in choice.scores.items()]
     out.print(table({what: "number", "score": "number", "attention": "short"}, scores))
     out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
-    if choice.method != "gates":
-        mean = ", the mean of text and repetition" if choice.recalls else ""
-        out.print(f"the loss is KL from the source, as a share of that with no {what} kept{mean}")
+    mean = ", the mean of text and repetition" if choice.recalls else ""
+    out.print(f"the loss is KL from the source, as a share of that with no {what} kept{mean}")
     texts = counted(choice.recalls, "text that asks", "texts that ask")
     recall = f" and {texts} for a repetition" if choice.recalls else ""
     if choice.lacking:

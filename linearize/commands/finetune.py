@@ -30,13 +30,12 @@ def finetune(
 ) -> None:
     """Convert a model and train it by a recipe's stages: attention transfer, logit KL, finetuning."""
     check_base(overrides or [])
-    from ..diffusion.recipe import holds_latents
-    from ..recipe.recipe import load_recipe
+    from ..diffusion.recipe import DiffusionRecipe, load_either
 
-    if holds_latents(recipe, overrides or []):
-        _finetune_latents(recipe, overrides or [], dry_run, resume, stage, max_steps, as_json)
+    loaded = load_either(recipe, overrides or [])
+    if isinstance(loaded, DiffusionRecipe):
+        _finetune_latents(loaded, dry_run, resume, stage, max_steps, as_json)
         return
-    loaded = load_recipe(recipe, overrides or [])
     with starting():
         from .. import finetune as story
         from ..job.dry_run import dry_run as estimated
@@ -60,15 +59,14 @@ def finetune(
 
 
 def _finetune_latents(
-    recipe: str, overrides: list[str], dry_run: bool, resume: str, stage: str | None, steps: int | None, as_json: bool
+    loaded: Any, dry_run: bool, resume: str, stage: str | None, steps: int | None, as_json: bool
 ) -> None:
     """A recipe of latents: a pipeline of diffusers is distilled."""
-    from ..diffusion.recipe import load_latents_recipe
     from ..terminal.tables import prediction_table
 
-    stages = load_latents_recipe(recipe, overrides).stages
-    given = [f"stages.{one.name}.steps={min(steps, one.steps)}" for one in stages if steps is not None]
-    loaded = load_latents_recipe(recipe, [*overrides, *given])
+    if steps is not None:
+        stages = tuple(one.model_copy(update={"steps": min(steps, one.steps)}) for one in loaded.stages)
+        loaded = loaded.model_copy(update={"stages": stages})
     with starting():
         from ..diffusion import finetune as story
 

@@ -73,8 +73,8 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Check recipes. Every mistake is printed with file, line and column; then the exit code is 2."""
-    from ..diffusion.recipe import holds_latents, load_latents_recipe
-    from ..recipe.recipe import later_base, load_recipe
+    from ..diffusion.recipe import load_either
+    from ..recipe.recipe import later_base
 
     files, values = split_values(words)
     values += settings or []
@@ -85,8 +85,7 @@ def validate(
     for file in files:
         try:
             later = later_base(file, values)
-            load = load_latents_recipe if holds_latents(file, values) else load_recipe
-            load(file, [*values, *later])
+            load_either(file, [*values, *later])
             mistakes[file] = []
             if later:
                 left[file] = (

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import platform
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -47,14 +45,9 @@ class Document:
     text: str
 
 
-def documents(split: Split, *, tests: bool = False, dump: Path | None = None) -> list[Document]:
-    """The documents of one split, sorted by name; with `tests`, the library's test suite after them.
-
-    They come from the running Python, or from a `dump` written by `write_dump`.
-    """
-    every: Iterable[Document] = read_dump(dump) if dump else _installed(tests)
-    chosen = [document for document in every if split_of(document.name) == split]
-    return [document for document in chosen if tests or not is_test(document.name)]
+def documents(split: Split) -> list[Document]:
+    """The running Python's documents of one split, sorted by name."""
+    return [document for document in _installed() if split_of(document.name) == split]
 
 
 @functools.cache  # a run reads them for each stage and each hash, which takes a second
@@ -87,23 +80,10 @@ def is_test(name: str) -> bool:
     return not TEST_FOLDERS.isdisjoint(name.split("/"))
 
 
-def write_dump(folder: Path, *, tests: bool = True) -> Path:
-    """Write the running Python's corpus as JSON lines, to be read on another machine; the file's path."""
-    path = folder / f"cpython-{platform.python_version()}.jsonl"
-    rows = (json.dumps(asdict(document)) + "\n" for document in _installed(tests))
-    path.write_text("".join(rows), encoding="utf-8")
-    return path
-
-
-def read_dump(path: Path) -> list[Document]:
-    """The documents of a file written by `write_dump`."""
-    return [Document(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @functools.cache
-def _installed(tests: bool) -> tuple[Document, ...]:
+def _installed() -> tuple[Document, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = {document.name: document for document in [*_sources(root, tests), *_topics()]}
+    found = {document.name: document for document in [*_sources(root), *_topics()]}
     if not any(name.endswith(".py") for name in found):
         raise LinearizeError(
             f"The demo trains on the standard library's sources, and {root} holds none that can be read. "
@@ -111,12 +91,12 @@ def _installed(tests: bool) -> tuple[Document, ...]:
             Exit.RESOURCE,
         )
     unique: dict[str, Document] = {}
-    for name in sorted(found, key=lambda name: (is_test(name), name)):
+    for name in sorted(found):
         unique.setdefault(found[name].text, found[name])
     return tuple(unique.values())
 
 
-def _sources(root: Path, tests: bool) -> Iterator[Document]:
+def _sources(root: Path, tests: bool = False) -> Iterator[Document]:
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()
         if _is_skipped(name) or (is_test(name) and not tests):

@@ -45,8 +45,10 @@ def holds_diffusers(model: str) -> bool:
 
 def plan_conversion(
     model: str,
-    mechanism: str,
+    mechanism: str | None,
     *,
+    restore: str = "",
+    keep_heads: str = "",
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
@@ -56,7 +58,11 @@ def plan_conversion(
 
     Raises LinearizeError with the exit code of the obstacle.
     """
-    request = Request(mechanism, **asked)
+    if restore:
+        raise LinearizeError("--restore: of models of diffusers, convert the source again with other --layers")
+    if mechanism is None:
+        raise LinearizeError("--to is missing: name the mechanism, such as --to gsa")
+    request = Request(mechanism, keep_heads=keep_heads, **asked)
     check_revision(model, revision)
     folder = Path(os.path.expanduser(model))
     source, parts = open_parts(folder, load_diffusers(folder), weights)

@@ -5,11 +5,12 @@ Read `finetune` first; train.py has the stages, latents.py the data, evaluate.py
 
 from __future__ import annotations
 
-import json
+import contextlib
+import importlib.metadata
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,34 +20,34 @@ from torch import Tensor
 
 from ..checkpoint import carried
 from ..checkpoint import write as checkpoint
-from ..checkpoint.atomic import output_folder, write_atomically, write_result
+from ..checkpoint.atomic import output_folder, write_result
 from ..checkpoint.card import UNTRAINED
-from ..checkpoint.manifest import base_hashes, listed_files
+from ..checkpoint.manifest import listed_files
 from ..checkpoint.provenance import check_code_cache
-from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, write_shard
+from ..checkpoint.shards import TORCH_DTYPES, combined_sha256, file_hashes, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, read_header, read_json
 from ..convert import check_disk, separate
-from ..errors import Exit, LinearizeError, check_file, did_you_mean, reason_of, resource_error, undamaged
+from ..errors import Exit, LinearizeError, reason_of, resource_error, undamaged
 from ..hub.push import check_access, push_saved
+from ..job import start
+from ..job.checks import check_stage_name, check_stage_order
 from ..page.drawing import pillow
 from ..plan.plan import Plan
-from ..recipe.recipe import FREE, diff_resolved
-from ..recipe.renamed import present_keys
 from ..terminal.output import counted
-from ..terminal.progress import progress
+from ..terminal.progress import Advance, progress, silent
 from ..train.device import resolve_precision, takes_cpu
+from ..train.runs import Run
 from ..train.runtime import PATIENCE
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
 from .evaluate import SAMPLES, compare_predictions, latents_compared, picture, sample, setback
-from .latents import Data, Noise, noise_of, read_data
+from .latents import Data, Noise, files_of, noise_of, read_data
 from .recipe import DiffusionRecipe
-from .record import RECORD, begin, check_owned, finished, read_record, write_record
 from .verify import origin_of, refuse_code, verify_folder
 
 Say = Callable[[str], None]
 Decode = Callable[[Tensor], Tensor]
-PICTURE, REPORT, STATE = "samples.png", "report.json", "state.pt"
+PICTURE, REPORT = "samples.png", "report.json"
 
 
 def finetune(
@@ -57,108 +58,134 @@ def finetune(
     `output` is None when `only` left later stages to do. Raises LinearizeError: 2 for the recipe, 3 for what does not
     fit, 4 for resources, 6 for a loss that is not finite or a failed verification, 130 when interrupted (state saved).
     """
-    folder = Path(recipe.output_dir)
-    check_run(recipe, folder, only, resume)
-    if finished(folder, resume):
-        say(f"{folder / 'final'} is finished already; `--resume never` would start over")
-        with undamaged(folder / REPORT, f"Remove {folder / 'final'}, and the same command writes both again"):
-            return {**read_json(folder / REPORT), "output": str(folder / "final")}
+    run = run_of(recipe, only, resume)
+    folder, say = run.folder, run.noted(say)
+    if run.finished:
+        say(f"{run.final} is finished already; `--resume never` would start over")
+        with undamaged(folder / REPORT, f"Remove {run.final}, and the same command writes both again"):
+            return {**read_json(folder / REPORT), "output": str(run.final)}
     pillow(SAMPLES)
     accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
     from .train import Distiller
 
-    base = Path(recipe.model.base).expanduser()
-    planned: tuple[Plan, Any, list[Any]] | None = None
-    opened: tuple[Any, Noise] | None = None
-    if recipe.convert is not None:
-        planned = plan(recipe)
-        known: Any = planned[2][0].model
-        if not (folder / "converted").exists():
-            check_disk(planned[0], planned[1], folder / "converted")
-    else:
-        opened = open_model(base, recipe)
-        known = opened[0]
-    data, held, decode = data_of(recipe, known, base)
-    if recipe.finish.push is not None and main:
-        check_access(recipe.finish.push)
-    if main:
-        converted = folder / "converted" if planned is not None else base
-        there = planned is None or (resume == "auto" and converted.exists())
-        if there:
-            kept_files(converted)
-        record, notes = begin(recipe, folder, converted if there else None, resume)
-        for note in notes:
-            say(note)
-        if resume == "never":  # all that can be known is checked
-            start_over(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_record(folder, record)
-        write_atomically(folder / "recipe.json", json.dumps(recipe.resolved(), indent=2) + "\n")
-        if planned is not None and not there:
-            surgery.convert(*planned, converted, level="keys", seed=recipe.seed, say=say)
-            write_record(folder, record | {"base": base_hashes(converted, new=True)})
-    accelerator.wait_for_everyone()
-    if opened is None:
-        base = folder / "converted"
-        opened = open_model(base, recipe)
-    model, noise = opened
-    tuner = Distiller(recipe, model, data, noise, accelerator)
+    with contextlib.closing(run):
+        base, opened = open_base(recipe, run, accelerator, say)
+        model, noise, data, *_ = opened
+        tuner = Distiller(recipe, model, data, noise, accelerator)
+        before, done = compared(recipe, tuner, opened), tuner.restore(run)
+        for number, stage in enumerate(recipe.stages):
+            if number < done.stage + done.done:
+                continue
+            if only is not None and stage.name != only:  # a later one, for those before are done
+                break
+            say(f"{stage.name}: {stage.steps:,} steps of {tuner.latents_of(stage)} latents")
+            tuner.run(number, run, done.step if number == done.stage else 0)
+        complete = only is None or only == recipe.stages[-1].name
+        report: dict[str, Any] = {"output": str(run.final) if complete else None, "noise": noise.kind}
+        report["latents"] = len(data.latents)
+        report["predictions"] = {"converted": before, "trained": compared(recipe, tuner, opened)}
+        if complete and main:
+            if message := setback(*report["predictions"].values()):
+                say(message)
+            png = drawn(recipe, tuner, opened)
+            write_result(folder / PICTURE, png)
+            run.write_report(report)  # first, for a run with `final` counts as finished and has a report
+            save(base, run.final, tuner.weights(), report, png, recipe.finish.verify)
+            run.finish()
+            say(f"saved {run.final}; samples of student and teacher are in {folder / PICTURE}")
+            if recipe.finish.push is not None:
+                from .push import plan_push
 
-    def errors() -> list[dict[str, float]]:
-        return compare_predictions(model, tuner.predict, tuner.target, held, noise, recipe.eval, recipe.seed)
-
-    def log(record: dict[str, Any]) -> None:
-        if main:
-            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-
-    before = errors()
-    start, step, state = tuner.restore(folder)
-    for number, stage in enumerate(recipe.stages):
-        if number < start:
-            continue
-        if only is not None and stage.name != only:  # a later one, for `check_run` saw that those before are done
-            break
-        say(f"{stage.name}: {stage.steps:,} steps of {stage.batch.blocks * accelerator.num_processes} latents")
-        tuner.run(number, folder, step if number == start else 0, state if number == start else None, log)
-    complete = only is None or only == recipe.stages[-1].name
-    report: dict[str, Any] = {"output": str(folder / "final") if complete else None, "noise": noise.kind}
-    report["latents"] = len(data.latents)
-    report["predictions"] = {"converted": before, "trained": errors()}
-    if complete and main and (message := setback(*report["predictions"].values())):
-        say(message)
-    if complete and main:
-        drawn = {"student": tuner.predict, "teacher": tuner.target}
-        made = {n: sample(model, one, held, noise, recipe.eval, recipe.seed) for n, one in drawn.items()}
-        png = picture(made, decode)
-        write_result(folder / PICTURE, png)
-        # First, for a run with `final` counts as finished and has a report.
-        write_atomically(folder / REPORT, json.dumps(report | {"output": "final"}, indent=2) + "\n")
-        save(base, folder / "final", model, trained_names(tuner), report, png, recipe)
-        write_record(folder, read_record(folder) | {"finished": True})
-        (folder / STATE).unlink(missing_ok=True)
-        say(f"saved {folder / 'final'}; samples of student and teacher are in {folder / PICTURE}")
-        if recipe.finish.push is not None:
-            from .push import plan_push
-
-            given = folder / "final", recipe.finish.push, recipe.model.trust_remote_code, say
-            report["pushed"] = push_saved(*given, plan_push)
-    accelerator.wait_for_everyone()
+                given = run.final, recipe.finish.push, recipe.model.trust_remote_code, say
+                report["pushed"] = push_saved(*given, plan_push)
+        accelerator.wait_for_everyone()
     return report
+
+
+class Opened(NamedTuple):
+    """The converted transformer and its noise; latents of training, those that predictions are compared on, and what
+    makes images of latents."""
+
+    model: Any
+    noise: Noise
+    data: Data
+    held: Data
+    decode: Decode | None
+
+
+def opened_at(base: Path, recipe: DiffusionRecipe) -> Opened:
+    """What is in a converted folder, and the recipe's data for it."""
+    model, noise = open_model(base, recipe)
+    return Opened(model, noise, *data_of(recipe, model, base))
+
+
+def compared(recipe: DiffusionRecipe, tuner: Any, opened: Opened, advance: Advance = silent) -> list[dict[str, float]]:
+    """Errors of the student's predictions by noise level."""
+    given = opened.model, tuner.predict, tuner.target, opened.held, opened.noise, recipe.eval, recipe.seed
+    return compare_predictions(*given, advance)
+
+
+def drawn(recipe: DiffusionRecipe, tuner: Any, opened: Opened) -> bytes:
+    """A picture of samples, the student's above its teacher's."""
+    predicting = {"student": tuner.predict, "teacher": tuner.target}
+    given = opened.held, opened.noise, recipe.eval, recipe.seed
+    return picture({name: sample(opened.model, one, *given) for name, one in predicting.items()}, opened.decode)
+
+
+def open_base(recipe: DiffusionRecipe, run: Run, accelerator: Accelerator, say: Say) -> tuple[Path, Opened]:
+    """The folder that training starts from, converted where the recipe says so, and what is in it. All that can be
+    refused is refused before the run's folder is opened."""
+    planned, opened = None, None
+    base = run.converted if run.has_converted else Path(recipe.model.base).expanduser()
+    if recipe.convert is None or run.has_converted:
+        opened = opened_at(base, recipe)
+        kept_files(base)
+    else:
+        planned = plan(recipe)
+        check_disk(planned[0], planned[1], run.converted)
+        data_of(recipe, planned[2][0].model, base)
+    if recipe.finish.push is not None and accelerator.is_main_process:
+        check_access(recipe.finish.push)
+    accelerator.wait_for_everyone()
+    with run.preparing(accelerator.is_main_process):
+        if accelerator.is_main_process:
+            for note in run.start(versions(), data=data_hashes(recipe), base=base if opened else None):
+                say(note)
+            if planned is not None:
+                surgery.convert(*planned, run.converted, level="keys", seed=recipe.seed, say=say)
+                run.note_base(run.converted)
+        accelerator.wait_for_everyone()
+        if opened is None:
+            base = run.converted
+            opened = opened_at(base, recipe)
+    return base, opened
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run on latents depends on."""
+    return start.versions() | {"diffusers": importlib.metadata.version("diffusers")}
+
+
+def data_hashes(recipe: DiffusionRecipe) -> dict[str, str]:
+    """A hash of the files of each folder of latents and prompts, by its place in the recipe."""
+    found = {}
+    for split, source in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        for key, (folder, files) in (files_of(source, recipe.folder) if source is not None else {}).items():
+            found[f"data.{split}.{key}"] = combined_sha256(file_hashes(folder, files))
+    return found
 
 
 def dry_run(recipe: DiffusionRecipe, say: Say, only: str | None = None, resume: str = "auto") -> dict[str, Any]:
     """What a recipe, or the stage `only`, would do, with every check of the run, the base and its data; nothing is
     written."""
-    check_run(recipe, Path(recipe.output_dir), only, resume)
+    run_of(recipe, only, resume)
     if recipe.convert is not None:
         planned, source, parts = plan(recipe)
         data = data_of(recipe, parts[0].model, Path(source.folder))[0]
         say(f"{planned.source}: {counted(len(planned.steps), 'layer')} become {planned.steps[0].mechanism}")
     else:
-        model, _ = open_model(base := Path(recipe.model.base).expanduser(), recipe)
-        data = data_of(recipe, model, base)[0]
+        data = opened_at(Path(recipe.model.base).expanduser(), recipe).data
     stages = [
         {"stage": s.name, "kind": s.kind, "train": s.train, "steps": s.steps}
         for s in recipe.stages
@@ -176,15 +203,12 @@ def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
     pillow(SAMPLES)
     accelerator = make_accelerator(recipe)
     base = Path(recipe.model.base).expanduser()
-    model, noise = open_model(base, recipe)
-    data, held, decode = data_of(recipe, model, base)
-    tuner = Distiller(recipe, model, data, noise, accelerator)
-    given = (model, tuner.predict, tuner.target, held, noise, recipe.eval, recipe.seed)
-    with progress("predictions", latents_compared(held, recipe.eval) * len(recipe.eval.levels)) as advance:
-        table = compare_predictions(*given, advance)
-    drawn = {"student": tuner.predict, "teacher": tuner.target}
-    made = {n: sample(model, one, held, noise, recipe.eval, recipe.seed) for n, one in drawn.items()}
-    return {"student": str(base), "noise": noise.kind, "predictions": {"student": table}}, picture(made, decode)
+    opened = opened_at(base, recipe)
+    tuner = Distiller(recipe, opened.model, opened.data, opened.noise, accelerator)
+    with progress("predictions", latents_compared(opened.held, recipe.eval) * len(recipe.eval.levels)) as advance:
+        table = compared(recipe, tuner, opened, advance)
+    found = {"student": str(base), "noise": opened.noise.kind, "predictions": {"student": table}}
+    return found, drawn(recipe, tuner, opened)
 
 
 def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
@@ -195,40 +219,16 @@ def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
     return Accelerator(mixed_precision=precision, cpu=takes_cpu(recipe.runtime.device), kwargs_handlers=[waits])
 
 
-def check_run(recipe: DiffusionRecipe, folder: Path, only: str | None, resume: str) -> None:
-    """What is known before anything is read: the stage, and the folder of the run. Raises LinearizeError (exit 2)."""
-    from .train import check_state, read_state
-
+def run_of(recipe: DiffusionRecipe, only: str | None, resume: str) -> Run:
+    """The run of a recipe, with all that is known before anything is read. Raises LinearizeError (exit 2)."""
     check_base(recipe)
     resolve_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
-    names = [stage.name for stage in recipe.stages]
-    if only is not None and only not in names:
-        raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}.{did_you_mean(only, names)}")
-    if resume not in ("auto", "never"):
-        raise LinearizeError(f"--resume {resume}: a run on latents goes on from its own state; give auto or never")
-    for name in ("recipe.json", RECORD, STATE, REPORT, "metrics.jsonl"):
-        check_file(folder / name)
-    if (folder / "recipe.json").exists():
-        old, new = (
-            {key: value for key, value in one.items() if key not in FREE}
-            for one in (present_keys(read_json(folder / "recipe.json")), recipe.resolved())
-        )
-        changed = diff_resolved(old, new) if resume == "auto" else []
-        if changed:
-            raise LinearizeError(f"{folder} was begun by another recipe: {'; '.join(changed[:5])}. Choose another name")
-    elif folder.exists() and {path.name for path in folder.iterdir()} - {RECORD}:
-        raise LinearizeError(f"{folder} is not empty, and no run on latents. Choose another output_dir")
-    if finished(folder, resume):
-        return
-    check_owned(folder, resume)
-    known, state = resume == "auto" and (folder / STATE).exists(), folder / STATE
-    if known:
-        check_state(state)
-    if only is not None:
-        done = read_state(state, "cpu", mmap=True)["stage"] if known else 0
-        if names.index(only) > done:
-            message = f"--stage {only} needs {names[done]}, which is not finished in {folder}"
-            raise LinearizeError(f"{message}. Run --stage {names[done]} first, or all without --stage")
+    asked: Any = recipe  # both kinds of recipes have what is read here
+    check_stage_name(asked, only)
+    run = Run(asked, resume)
+    if not run.finished:
+        check_stage_order(asked, run, only)
+    return run
 
 
 def check_base(recipe: DiffusionRecipe) -> None:
@@ -239,14 +239,6 @@ def check_base(recipe: DiffusionRecipe) -> None:
     if not separate(Path(recipe.model.base).expanduser(), Path(recipe.output_dir)):
         message = f"output_dir {recipe.output_dir} and model.base {recipe.model.base} must be separate folders"
         raise LinearizeError(f"{message}: neither inside the other. Set output_dir to another folder")
-
-
-def start_over(folder: Path) -> None:
-    """Remove what an earlier run on latents left in its folder, but its finished model, which `save` replaces."""
-    if (folder / "recipe.json").exists():
-        shutil.rmtree(folder / "converted", ignore_errors=True)
-        for name in (STATE, "metrics.jsonl"):
-            (folder / name).unlink(missing_ok=True)
 
 
 def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
@@ -377,10 +369,6 @@ def decoder(vae: Any) -> Decode | None:
 # ---------------------------------------------------------------- what is saved
 
 
-def trained_names(tuner: Any) -> set[str]:
-    return {name for stage in tuner.recipe.stages for name in tuner.trained(stage)}
-
-
 def kept_files(base: Path) -> list[Path]:
     """The files of a converted folder that its trained copy has: those that linearize.json lists and that are not
     written anew, and the transformer's weights by whatever name.
@@ -401,17 +389,14 @@ def kept_files(base: Path) -> list[Path]:
     return found
 
 
-def save(
-    base: Path, output: Path, model: Any, names: set[str], report: dict[str, Any], png: bytes, recipe: DiffusionRecipe
-) -> None:
-    """The base's folder with the trained values in their places, a card, and the picture; verified before it appears.
+def save(base: Path, output: Path, values: dict[str, Tensor], report: dict[str, Any], png: bytes, verify: bool) -> None:
+    """The base's folder with the trained `values` in their places, a card, and the picture; verified before it appears.
 
     Raises LinearizeError (exit 6) when a check fails.
     """
     manifest = read_json(base / checkpoint.MANIFEST)
     part = parts_of(base)[0]
     prefix = f"{part}/" if part else ""
-    values = {name: value.detach().cpu() for name, value in model.named_parameters() if name in names}
     hashes = checkpoint.recorded_hashes(manifest)
     with output_folder(output, overwrite=True) as folder:
         for path in kept_files(base):
@@ -438,10 +423,10 @@ def save(
         (folder / "README.md").write_text(card((base / "README.md").read_text("utf-8"), report), "utf-8")
         own = checkpoint.manifest(folder, Plan.from_json(manifest["plan"]), hashes)
         checkpoint.write_json(folder / checkpoint.MANIFEST, own)
-        if recipe.finish.verify:
+        if verify:
             failed = [row for row in verify_folder(folder, trust_remote_code=True) if row.status == "failed"]
             if failed:
-                message = f"verification failed: {failed[0].name}: {failed[0].detail}. The training is kept in {STATE}"
+                message = f"verification failed: {failed[0].name}: {failed[0].detail}. The training is kept"
                 raise LinearizeError(message, Exit.CHECK_FAILED)
 
 

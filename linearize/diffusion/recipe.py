@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 
-from ..recipe.models import Batch, Convert, Optimizer, Schedule
+from ..recipe.models import Batch, Checkpoint, Convert, Optimizer, Schedule
 from ..recipe.presets import recipe_path, recipes_folder
-from ..recipe.recipe import validated
+from ..recipe.recipe import Recipe, load_recipe, validated
 from ..recipe.types import Count, Listed, Ratio, Strict, Text
 from ..recipe.yaml import Document
 
@@ -79,11 +79,6 @@ class DiffusionRuntime(Strict):
     """Of the arithmetic; auto: bf16 on a GPU, fp32 on a CPU. Weights are float32."""
 
 
-class DiffusionCheckpoint(Strict):
-    every_steps: Count = 200
-    """Optimizer steps between checkpoints."""
-
-
 class DiffusionEval(Strict):
     levels: Annotated[tuple[Ratio, ...], Field(strict=False, min_length=1)] = (0.1, 0.3, 0.5, 0.7, 0.9)
     """Noise levels at which predictions are compared: 0 is the latents alone, 1 noise alone."""
@@ -126,7 +121,7 @@ class DiffusionRecipe(Strict):
     """What is trained, in this order."""
     runtime: DiffusionRuntime = DiffusionRuntime()
     """Device and precision."""
-    checkpoint: DiffusionCheckpoint = DiffusionCheckpoint()
+    checkpoint: Checkpoint = Checkpoint(save_total_limit=1)
     """How often the run is saved."""
     eval: DiffusionEval = DiffusionEval()
     """How student and teacher are compared at the end."""
@@ -150,6 +145,11 @@ def holds_latents(recipe: str | Path, overrides: Sequence[str] = ()) -> bool:
     data = Document(recipe_path(recipe), overrides).data.get("data")
     train = data.get("train") if isinstance(data, dict) else None
     return isinstance(train, dict) and "latents" in train
+
+
+def load_either(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe | DiffusionRecipe:
+    """A recipe for models of transformers, or of latents, as its data say. Raises LinearizeError as `load_recipe`."""
+    return (load_latents_recipe if holds_latents(recipe, overrides) else load_recipe)(recipe, overrides)
 
 
 def load_latents_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> DiffusionRecipe:

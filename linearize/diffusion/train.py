@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import copy
 import signal
-import zipfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import get_scheduler
 
-from ..errors import MALFORMED, Exit, LinearizeError, reason_of
+from ..errors import Exit, LinearizeError
 from ..terminal.output import say
 from ..terminal.progress import progress, silent
 from ..terminal.signals import END, caught, end_or_stop
 from ..train.loop import seed_for
+from ..train.runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
+from ..train.runtime import make_optimizer, make_schedule
 from .latents import Data, Noise, inputs_of
 from .recipe import DiffusionRecipe, DiffusionStage
 
@@ -110,8 +110,8 @@ class Distiller:
         named = self.model.named_parameters()
         return {name: value for name, value in named if stage.train == "all" or ".mixer." in name}
 
-    def run(self, number: int, folder: Path, start: int, state: Any, log: Callable[[dict[str, Any]], None]) -> None:
-        """Steps `start`.. of a stage, with checkpoints in `folder`; `state` is that of the optimizer there."""
+    def run(self, number: int, run: Run, start: int) -> None:
+        """Steps `start`.. of a stage, with checkpoints in its run."""
         stage, accelerator = self.recipe.stages[number], self.accelerator
         parameters = self.trained(stage)
         for parameter in parameters.values():
@@ -120,13 +120,12 @@ class Distiller:
         new = [p for name, p in parameters.items() if ".mixer." in name]
         old = [p for name, p in parameters.items() if ".mixer." not in name]
         groups = [{"params": new, "lr": settings.new_lr or settings.lr}, {"params": old, "lr": settings.lr}]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=settings.betas, weight_decay=settings.weight_decay
-        )
-        schedule = scheduled(optimizer, stage)
-        if state is not None:
-            optimizer.load_state_dict(state["optimizer"])
-            schedule.load_state_dict(state["schedule"])
+        asked: Any = stage  # which has what is read of any stage
+        optimizer = make_optimizer([group for group in groups if group["params"]], asked, accelerator.device)
+        rates, factor = [group["lr"] for group in optimizer.param_groups], make_schedule(asked, optimizer, stage.steps)
+        if start and run.resume_from is not None:
+            with reading(path := run.resume_from / OPTIMIZER):
+                optimizer.load_state_dict(torch.load(path, map_location=accelerator.device, weights_only=True))
         loss_of = self.transfer if stage.kind == "attention_transfer" else self.match
         share = 1 / stage.batch.gradient_accumulation_steps
         shown = progress(stage.name, stage.steps - start) if accelerator.is_main_process else nullcontext(silent)
@@ -148,16 +147,17 @@ class Distiller:
                 if not torch.isfinite(torch.tensor([loss, norm])).all():
                     message = f"{stage.name}: the loss or its gradient is not finite at step {step + 1}. Lower the lr"
                     raise LinearizeError(message, Exit.CHECK_FAILED)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * factor(step)
                 optimizer.step()
-                schedule.step()
                 optimizer.zero_grad(set_to_none=True)
                 done = step + 1
-                log({"stage": stage.name, "step": done, "loss": loss, "grad_norm": norm})
+                position = Position(number, done, done * self.latents_of(stage), done == stage.steps)
+                if accelerator.is_main_process:
+                    run.log(stage=stage.name, step=done, tokens=position.tokens, loss=loss, grad_norm=norm)
                 advance(1)
-                ends = done == stage.steps
-                if ends or stopping or done % self.recipe.checkpoint.every_steps == 0:
-                    own = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-                    self.save(folder, number + ends, 0 if ends else done, None if ends else own)
+                if position.done or stopping or done % self.recipe.checkpoint.every_steps == 0:
+                    self.save(run, position, optimizer)
                 if stopping:
                     message = f"interrupted after step {done} of {stage.name}. The same command continues"
                     raise LinearizeError(message, Exit.INTERRUPTED)
@@ -169,59 +169,32 @@ class Distiller:
         end_or_stop(self.interrupted, number, say)
         self.interrupted = True
 
-    def save(self, folder: Path, number: int, step: int, state: Any) -> None:
-        """Where the run is, and all that it has trained."""
+    def weights(self) -> dict[str, Tensor]:
+        """The values, on the CPU, of all that the recipe's stages train."""
+        names = {name for stage in self.recipe.stages for name in self.trained(stage)}
+        return {name: p.detach().cpu().contiguous() for name, p in self.model.named_parameters() if name in names}
+
+    def latents_of(self, stage: DiffusionStage) -> int:
+        """Latents of an optimizer step in all processes."""
+        return stage.batch.blocks * self.accelerator.num_processes
+
+    def save(self, run: Run, position: Position, optimizer: torch.optim.Optimizer) -> None:
+        """A checkpoint: where the run is, all that it has trained, and within a stage its optimizer."""
         if not self.accelerator.is_main_process:
             return
-        names = {name for stage in self.recipe.stages for name in self.trained(stage)}
-        weights = {name: value.detach().cpu() for name, value in self.model.named_parameters() if name in names}
-        position = {"stage": number, "step": step, "state": state, "weights": weights}
-        target = folder / "state.pt"
-        work = target.with_suffix(".tmp")
-        torch.save(position, work)
-        work.replace(target)
+        weights = self.weights()
 
-    def restore(self, folder: Path) -> tuple[int, int, Any]:
-        """Stage, step and optimizer of the checkpoint in `folder`; the start where there is none."""
-        if not (folder / "state.pt").exists():
-            return 0, 0, None
-        found = read_state(folder / "state.pt", self.accelerator.device)
-        try:
-            self.model.load_state_dict(found["weights"], strict=False)
-            return found["stage"], found["step"], found["state"]
-        except (RuntimeError, *MALFORMED) as error:  # of another model
-            raise damaged(folder / "state.pt", error) from error
+        def write(folder: Path) -> None:
+            save_file(weights, folder / WEIGHTS)
+            if not position.done:
+                torch.save(optimizer.state_dict(), folder / OPTIMIZER)
 
+        run.save(position, write)
 
-def check_state(path: Path) -> None:
-    """Raise LinearizeError (exit 2) where a part of the file is not what `save` wrote, by the checksums in it."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            broken = file.testzip()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise damaged(path, error) from error
-    if broken is not None:
-        raise damaged(path, ValueError(f"{broken} has another checksum"))
-
-
-def damaged(path: Path, error: Exception) -> LinearizeError:
-    """The error for a state that cannot be read."""
-    message = f"{path} is damaged ({type(error).__name__}: {reason_of(error)})"
-    return LinearizeError(f"{message}. Restore it, or start over with --resume never")
-
-
-def read_state(path: Path, device: Any, mmap: bool = False) -> dict[str, Any]:
-    """What `save` wrote. Raises LinearizeError (exit 2) for a damaged file."""
-    try:
-        return dict(torch.load(path, map_location=device, mmap=mmap, weights_only=True))
-    except Exception as error:  # what torch raises for damaged files
-        raise damaged(path, error) from error
-
-
-def scheduled(optimizer: Any, stage: DiffusionStage) -> Any:
-    """The learning rate over a stage."""
-    asked = stage.schedule
-    warmup = asked.warmup_steps if asked.warmup_steps is not None else round(asked.warmup_ratio * stage.steps)
-    name = "constant_with_warmup" if asked.name == "constant" else asked.name
-    own = {"min_lr_rate": asked.min_lr_ratio} if asked.min_lr_ratio is not None else {}
-    return get_scheduler(name, optimizer, warmup, stage.steps, scheduler_specific_kwargs=own)
+    def restore(self, run: Run) -> Position:
+        """How far the run is that goes on, whose weights are taken."""
+        if run.resume_from is None:
+            return Position(0, 0, 0, False)
+        with reading(run.resume_from / WEIGHTS):
+            self.model.load_state_dict(load_file(run.resume_from / WEIGHTS), strict=False)
+        return read_position(run.resume_from)

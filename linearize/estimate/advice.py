@@ -96,8 +96,8 @@ def fitting_rows(cost: StageCost, device: Device, most: int) -> int:
     """
     parts, blocks = cost.memory.parts, cost.stage.batch.blocks
     of_row = (parts["activations"] + parts["logits"] - cost.memory.gathered) / cost.stage.batch.per_device
-    room = device.memory - cost.needs(device) + of_row * cost.stage.batch.per_device
-    fitting = (n for n in range(min(blocks, most), 0, -1) if blocks % n == 0 and 1.1 * of_row * n <= room)
+    free = device.memory - cost.needs(device) + of_row * cost.stage.batch.per_device
+    fitting = (n for n in range(min(blocks, most), 0, -1) if blocks % n == 0 and 1.1 * of_row * n <= free)
     return next(fitting, 1)
 
 

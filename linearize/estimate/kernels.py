@@ -23,11 +23,11 @@ KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 # choose changes tiles more than memory.
 HOPPER = ((9, 0), 232448, 132)
 
-Room = Callable[[Any, Any], int]
+Workspace = Callable[[Any, Any], int]
 
 
 @contextlib.contextmanager
-def as_on_gpu(model: Any) -> Iterator[Room]:
+def as_on_gpu(model: Any) -> Iterator[Workspace]:
     """Within: the mixers of `model` call their Triton operators, of whose results fake tensors know the shapes.
 
     Otherwise they would run PyTorch's path, which keeps more for its backward pass, and whose loops over chunks take
@@ -51,15 +51,15 @@ def as_on_gpu(model: Any) -> Iterator[Room]:
             for function in (unavailable, target):
                 if callable(getattr(module, function.__name__, None)):
                     stack.enter_context(mock.patch.object(module, function.__name__, function))
-        yield room_of(modules)
+        yield workspace_of(modules)
 
 
-def room_of(modules: list[ModuleType]) -> Room:
+def workspace_of(modules: list[ModuleType]) -> Workspace:
     """Of the operators that these modules register. The same call is followed once: layers are alike."""
     hosts = {name: host for module in modules for name, host in getattr(module, "HOSTS", {}).items()}
     known: dict[Any, int] = {}
 
-    def room(function: Any, inputs: Any) -> int:
+    def workspace(function: Any, inputs: Any) -> int:
         host = hosts.get(function.name())
         if host is None:
             return 0
@@ -69,7 +69,7 @@ def room_of(modules: list[ModuleType]) -> Room:
                 known[key] = most_of(host, inputs)
         return known[key]
 
-    return room
+    return workspace
 
 
 def most_of(host: Callable[..., Any], inputs: Any) -> int:
@@ -94,7 +94,7 @@ class Dropped(dict[Any, Any]):
 
 @contextlib.contextmanager
 def launching_nothing(modules: list[ModuleType]) -> Iterator[None]:
-    """Within: host sides of these modules make room, and launch nothing."""
+    """Within: host sides of these modules allocate, and launch nothing."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value=0))
         for module in modules:

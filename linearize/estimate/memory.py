@@ -367,7 +367,7 @@ class Rehearsal:
         try:
             batch = step.batch()
             with (
-                as_on_gpu(self.model) if self.gpu else contextlib.nullcontext() as tracker.room,
+                as_on_gpu(self.model) if self.gpu else contextlib.nullcontext() as tracker.workspace,
                 rehearsed_once(lists, tracker),
             ):
                 step.micro_batch(batch, look, ended)

@@ -104,7 +104,7 @@ class Tracker(TorchDispatchMode):
     """Within: storages are counted. Entered inside of FakeTensorMode, of which it answers questions about values.
 
     `parts` are the bytes alive now, `peak` those at the moment with the largest sum, `highest` that sum, and `work`
-    what was computed, since the last `begin` or `restart`. `room` may say what an operation holds at most while it
+    what was computed, since the last `begin` or `restart`. `workspace` may say what an operation holds at most while it
     runs, its outputs included. New storages are `activations`, or `logits` where the last of three or more dimensions
     is one of `vocabularies`; `label` says otherwise.
 
@@ -116,7 +116,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.vocabularies = vocabularies
         self.parts: Counter[str] = Counter()
-        self.room: Callable[[Any, Any], int] | None = None
+        self.workspace: Callable[[Any, Any], int] | None = None
         self.weights: dict[Any, int] = {}
         self._now = 0
         self._known: dict[int, tuple[Any, str, int, Any]] = {}
@@ -208,7 +208,7 @@ class Tracker(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:  # the code asks for a value, which fake tensors do not have
             return False if args[0].dtype == torch.bool else 0
         kwargs = kwargs or {}
-        if self.room is not None and (held := self.room(func, args)) and self._now + held > self.highest:
+        if self.workspace is not None and (held := self.workspace(func, args)) and self._now + held > self.highest:
             self.highest, self.peak = self._now + held, merged(self.parts, Counter({"activations": held}))
         out = func(*args, **kwargs)
         packet = func._overloadpacket

@@ -127,17 +127,18 @@ def export_native(
 
 def choose(form: str, config: Any, name: str) -> Format:
     """The format for a model. Raises LinearizeError (exit 3), naming all that is not exact, where it does not fit."""
-    kind = config.get_text_config().model_type
-    fitting = [one for one in FORMATS.values() if kind in one.sources]
+    model_type = config.get_text_config().model_type
+    fitting = [one for one in FORMATS.values() if model_type in one.sources]
     if form == "auto" and not fitting:
         known = "; ".join(f"{one.name} holds {', '.join(one.sources)}" for one in FORMATS.values())
-        message = f"{name} is a {kind}, and no format holds its softmax layers exactly: {known}"
+        message = f"{name} is a {model_type}, and no format holds its softmax layers exactly: {known}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     chosen = fitting[0] if form == "auto" else FORMATS[form]
     found = chosen.obstacles(config)
-    if kind not in chosen.sources:
+    if model_type not in chosen.sources:
         other = f". For this one: --as {fitting[0].name}" if fitting else ""
-        found.insert(0, f"it holds softmax layers of {', '.join(chosen.sources)} alone, and this is a {kind}{other}")
+        held = ", ".join(chosen.sources)
+        found.insert(0, f"it holds softmax layers of {held} alone, and this is a {model_type}{other}")
     if found:
         raise LinearizeError(f"{name} is not exact as {chosen.name}: {'; '.join(found)}", Exit.INCOMPATIBLE)
     return chosen
@@ -147,8 +148,8 @@ def save(folder: Path, tensors: dict[str, Tensor], dtype: str, precise: tuple[st
     """Write the weights as safetensors in the model's dtype, and those that lose by it in fp32."""
     from huggingface_hub import save_torch_state_dict
 
-    kind = getattr(torch, dtype)
-    stored = {n: x.contiguous() if n.endswith(precise) else x.to(kind).contiguous() for n, x in tensors.items()}
+    target = getattr(torch, dtype)
+    stored = {n: x.contiguous() if n.endswith(precise) else x.to(target).contiguous() for n, x in tensors.items()}
     save_torch_state_dict(stored, folder, max_shard_size=SHARD, metadata={"format": "pt"})
 
 

@@ -67,7 +67,7 @@ def write(
     writer = gguf.GGUFWriter(path, architecture)
     D, rope = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"], text["rope_parameters"]
     name = TYPES[dtype or text["dtype"]]
-    kind = gguf.GGMLQuantizationType[name]
+    quantized = gguf.GGMLQuantizationType[name]
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if name == "F32" else f"MOSTLY_{name}"])
     writer.add_block_count(text["num_hidden_layers"])
     writer.add_context_length(text["max_position_embeddings"])
@@ -91,7 +91,7 @@ def write(
     add_tokenizer(writer, text["vocab_size"], folder)
     for name, x in found.items():
         small = x.ndim == 2 and "norm" not in name and "ssm_conv1d" not in name and min(x.shape) > 1
-        stored = kind if small else gguf.GGMLQuantizationType.F32
+        stored = quantized if small else gguf.GGMLQuantizationType.F32
         if x.shape[-1] % gguf.GGML_QUANT_SIZES[stored][0]:
             stored = gguf.GGMLQuantizationType.F16
         writer.add_tensor(name, gguf.quants.quantize(x.float().contiguous().numpy(), stored), raw_dtype=stored)
@@ -109,7 +109,7 @@ def of_qwen3_5(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
     heads = config["linear_num_value_heads"]
     metadata = {
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.recurrent_layers": [kind == "linear_attention" for kind in config["layer_types"]],
+        "attention.recurrent_layers": [layer_type == "linear_attention" for layer_type in config["layer_types"]],
         "rope.dimension_sections": [*config["rope_parameters"]["mrope_section"], 0],
         "ssm.conv_kernel": 4,
         "ssm.state_size": config["linear_key_head_dim"],
@@ -144,7 +144,7 @@ def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
     """llama.cpp's name, metadata and tensors: value channels twice, states filled up, q and k for rotation in pairs."""
     H, D, V = config["mamba_n_heads"], config["mamba_d_state"], config["mamba_d_head"]
     state = next((size for size in STATES if size >= D), D)
-    kept, rope = [kind == "attention" for kind in config["layer_types"]], config["rope_parameters"]
+    kept, rope = [layer_type == "attention" for layer_type in config["layer_types"]], config["rope_parameters"]
     metadata = {
         "attention.head_count_kv": [config["num_key_value_heads"] * here for here in kept],
         "attention.scale": float(config["attention_multiplier"]),
@@ -264,8 +264,8 @@ def add_tokenizer(writer: Any, size: int, folder: Path) -> None:
         writer.add_tokenizer_model("none")
         return
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [gguf.TokenType.UNUSED] * size
-    for i, (token, kind) in tokens_of(folder).items():
-        tokens[i], kinds[i] = token, gguf.TokenType[kind]
+    for i, (token, token_type) in tokens_of(folder).items():
+        tokens[i], kinds[i] = token, gguf.TokenType[token_type]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer(folder))
     writer.add_token_list(tokens)

@@ -1,6 +1,6 @@
 """Every question that is asked before a job starts, in one file. Each raises LinearizeError before anything is written.
 
-`check_model` (train/session.py) and `check_teacher` (train/teacher.py) ask what belongs to them; `check` calls both.
+`check_fit` calls `check_model` (train/session.py) and `check_teacher` (train/teacher.py), which ask what is theirs.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
     from .resolve import Job
 
 
-def check(job: Job, model: Any) -> None:
+def check_fit(job: Job, model: Any) -> None:
     """Refuse stages, a teacher or data that do not fit the job's `model`, which has no weights."""
     check_model(model, job.recipe)
     check_teacher(job.teacher, job.recipe, model, job.max_steps, processes())
 
 
-def check_all(job: Job) -> None:
+def check_before_start(job: Job) -> None:
     """All that can be refused of a job before its folder is opened."""
-    check(job, job.model)
-    check_room(job)
+    check_fit(job, job.model)
+    check_resources(job)
     check_text(job.recipe)
 
 
-def check_only(recipe: Recipe, only: str | None) -> None:
+def check_stage_name(recipe: Recipe, only: str | None) -> None:
     """Raise LinearizeError (exit 2) unless `only` is the name of a stage, or None."""
     names = [stage.name for stage in recipe.stages]
     if only is not None and only not in names:
         raise LinearizeError(f"--stage {only}: the recipe has {', '.join(names)}.{did_you_mean(only, names)}")
 
 
-def check_order(recipe: Recipe, run: Run, only: str | None) -> None:
+def check_stage_order(recipe: Recipe, run: Run, only: str | None) -> None:
     """Raise LinearizeError (exit 2) where a stage before `only` is not finished in the run."""
     position = read_position(run.resume_from) if run.resume_from else Position(-1, 0, 0, True)
     names = [stage.name for stage in recipe.stages]
@@ -66,7 +66,7 @@ def check_order(recipe: Recipe, run: Run, only: str | None) -> None:
         )
 
 
-def check_apart(recipe: Recipe, read: dict[str, str]) -> None:
+def check_folders_separate(recipe: Recipe, read: dict[str, str]) -> None:
     """Raise LinearizeError (exit 2) for a run in the folder of its base or teacher, or around it: it replaces files.
     `read` has the base by its key, where it has a name."""
     if recipe.teacher is not None:
@@ -108,7 +108,7 @@ def check_text(recipe: Recipe, check: Callable[..., None] = check_rows) -> None:
                 seen.add((text, sft))
 
 
-def check_room(job: Job) -> None:
+def check_resources(job: Job) -> None:
     """Refuse (exit 4) a job that does not fit the device's memory or the disk. A small model is let through: to
     rehearse its stages takes seconds."""
     if job.is_small:

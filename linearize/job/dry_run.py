@@ -23,8 +23,8 @@ from ..train.runs import processes
 from ..train.runtime import Say, check_divided
 from ..train.session import stage_notes
 from ..train.teacher import teacher_line
-from .checks import check, check_packages, check_text
-from .notes import data_of, loaded_otherwise, not_held_out, note_of_run, say_rounding, unreachable_data_note
+from .checks import check_fit, check_packages, check_text
+from .notes import data_summary, loading_dtype_note, not_held_out, note_of_run, say_rounding, unreachable_data_note
 from .resolve import resolve
 from .source import base_path
 
@@ -63,7 +63,7 @@ def dry_run(
             if sharded():
                 check_divided(recipe, zero=sharded("DEEPSPEED"))
             rehearsal = job.rehearse(advance=advance)
-            check(job, rehearsal.model)
+            check_fit(job, rehearsal.model)
             if resume is not None:
                 check_text(recipe, check_first_rows)
                 if note := unreachable_data_note(recipe):
@@ -82,7 +82,7 @@ def dry_run(
                 say_plan(planned[0], say)
             elif folder is not None and not recipe.plain:
                 say(f"{Path(base_path(recipe)).name}: {plan_in(folder).attention}")
-                if note := loaded_otherwise(recipe, rehearsal):
+                if note := loading_dtype_note(recipe, rehearsal):
                     say(note)
             if named is not None:
                 say(teacher_line(named, rehearsal.student.other))
@@ -91,7 +91,7 @@ def dry_run(
             measured = measure_stages(rehearsal, [one.stage for one in cost.stages]) if measure else []
             for one, found in zip(cost.stages, measured, strict=measure):
                 one.take_measured(found["tokens_per_s"])
-            rows = [one.row(device) | {"data": data_of(recipe, one)} for one in cost.stages]
+            rows = [one.row(device) | {"data": data_summary(recipe, one)} for one in cost.stages]
             for row, found in zip(rows, measured, strict=measure):
                 row["measured"] = found
             return {"stages": rows, **cost.summary(price)}

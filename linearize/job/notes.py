@@ -26,7 +26,7 @@ from ..terminal.output import duration, short
 from ..train.progress import pace
 from ..train.runs import START_OVER, Position, Run, converted_from, processes, read_position
 from ..train.runtime import Say, stage_steps
-from .checks import check_order
+from .checks import check_stage_order
 from .resolve import as_resumed
 
 
@@ -79,7 +79,7 @@ def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | 
             return ""
         if run.finished:
             return f"note: {run.final} is finished already, and a real run trains nothing. {START_OVER}"
-        check_order(run.recipe, run, only)
+        check_stage_order(run.recipe, run, only)
         if resume == "never":
             return f"note: {run.folder} has a run already, and a real run with `--resume never` starts it over"
         if run.resume_from is None:
@@ -90,7 +90,7 @@ def note_of_run(recipe: Recipe, resume: str, only: str | None, max_steps: int | 
         return f"note: a real run in {recipe.output_dir} is refused: {error.message}"
 
 
-def loaded_otherwise(recipe: Recipe, rehearsal: Rehearsal) -> str:
+def loading_dtype_note(recipe: Recipe, rehearsal: Rehearsal) -> str:
     """A note where `model.dtype` rounds the weights of a converted folder for training; the result has the folder's
     dtype. Empty where it does not."""
     kept, loaded = (str(dtype).removeprefix("torch.") for dtype in (rehearsal.stored_dtype, rehearsal.dtype))
@@ -102,7 +102,7 @@ def loaded_otherwise(recipe: Recipe, rehearsal: Rehearsal) -> str:
     )
 
 
-def data_of(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
+def data_summary(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
     """What a stage reads: `train` and `eval` by their names, and `seq_len`, `tokens`, `eval_tokens`, which it asks for;
     an image counts as one token, and `tokens` is None where epochs ask for as many as there are. `passes`, where files
     are short: how often at least the stage reads them. `foreign_eval`, where it trains on files and is evaluated on a

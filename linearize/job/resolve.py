@@ -27,7 +27,7 @@ from ..train.runs import Run
 from ..train.runtime import Say, check_runtime
 from ..train.save import meta_model
 from ..train.teacher import Named, find_teacher, meta_teacher
-from .checks import check_apart, check_only
+from .checks import check_folders_separate, check_stage_name
 from .source import base_path, converted_base, open_source_of, plan_base
 
 # A parameter takes at most so much: float32 weight, gradient and two moments, and the teacher's copy. A model whose
@@ -180,8 +180,8 @@ def resolve(
 
     Raises LinearizeError (exit 2) for a stage that there is none of, folders that overlap, and as `Run` does.
     """
-    check_only(recipe, only)
-    check_apart(recipe, {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)})
+    check_stage_name(recipe, only)
+    check_folders_separate(recipe, {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)})
     run = None
     if resume is not None:
         recipe = as_resumed(recipe, resume)

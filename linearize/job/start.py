@@ -24,7 +24,7 @@ from ..train.own_text import find_prompts
 from ..train.runs import Run
 from ..train.session import own_texts
 from ..verify.reload import Level
-from .checks import check, check_all, check_packages, check_text, data_hashes
+from .checks import check_before_start, check_fit, check_packages, check_text, data_hashes
 from .notes import say_rounding
 from .resolve import Base
 from .source import converted_base, open_source_of, plan_base
@@ -39,14 +39,14 @@ def open_base(job: Job, owner: bool) -> Path:
     recipe, run = job.recipe, run_of(job)
     if recipe.convert is not None or recipe.plain:
         if owner:
-            prepare_base(job)
+            convert_base(job)
             if not recipe.plain:
                 upgrade_base(job, run.converted)
         return run.converted
     if not owner:
         source = converted_base(recipe, run.commit())
     else:
-        source = converted_before(job)
+        source = open_converted_base(job)
     return run.converted if run.converted.exists() else source.folder
 
 
@@ -56,25 +56,25 @@ def run_of(job: Job) -> Run:
     return job.run
 
 
-def converted_before(job: Job) -> Source:
+def open_converted_base(job: Job) -> Source:
     """The base that was converted before, with its weights; its code in this version, in the run's folder where it was
     another's."""
     recipe, run = job.recipe, run_of(job)
     check_packages(recipe)
-    check_all(job)
+    check_before_start(job)
     source = job.base.source
     assert source is not None
     if source.revision is not None:
         source = converted_base(recipe, source.revision)
     if plan_of_resaved(source.folder) is not None and not run.has_converted:
-        begin(job, None, source.revision)
+        open_run(job, None, source.revision)
         adopt(source.folder, run.converted, trust_remote_code=job.trust)
         run.note_base(run.converted)
         job.say(
             f"{source.folder} has no linearize.json, as transformers saved it: training starts from {run.converted}"
         )
         return source
-    begin(job, run.converted if run.has_converted else source.folder, source.revision)
+    open_run(job, run.converted if run.has_converted else source.folder, source.revision)
     upgrade_base(job, run.converted if run.converted.exists() else source.folder)
     return source
 
@@ -94,7 +94,7 @@ def upgrade_base(job: Job, base: Path) -> None:
         job.say(f"{base} has the code of linearize {version}, this run that of {__version__}. {message}")
 
 
-def begin(job: Job, base: Path | None, commit: str | None = None) -> None:
+def open_run(job: Job, base: Path | None, commit: str | None = None) -> None:
     """Open the run's folder, unless the data, the files of `base` or the teacher are others than the run began with."""
     teacher = job.full_teacher
     facts = teacher.facts() if teacher else None
@@ -102,14 +102,14 @@ def begin(job: Job, base: Path | None, commit: str | None = None) -> None:
         job.say(note)
 
 
-def prepare_base(job: Job) -> None:
+def convert_base(job: Job) -> None:
     """Open the run's folder, and convert the base into it unless an earlier start of this run did; a random base that
     keeps its softmax is put there as it is."""
     recipe, run = job.recipe, run_of(job)
     if run.has_converted:
         job.refine(Base(None, run.converted))
-        check(job, job.model)
-        begin(job, run.converted)
+        check_fit(job, job.model)
+        open_run(job, run.converted)
         return
     check_packages(recipe)
     # To compare layers, and to make or fetch weights, takes minutes: whether the run fits is known before.
@@ -117,10 +117,10 @@ def prepare_base(job: Job) -> None:
     chosen_here = how is not None and any(map(is_auto, (how.keep_softmax, how.keep_heads, how.kept_window)))
     early = chosen_here or isinstance(recipe.model.base, Scratch) or job.teacher is not None
     if early:
-        check_all(job)
+        check_before_start(job)
     with open_source_of(recipe, True) as base:
         if recipe.plain:
-            begin(job, None)
+            open_run(job, None)
             run.note_base(Path(base))
             Path(base).rename(run.converted)
             job.say(f"{Path(base).name} keeps its softmax: no layer is converted")
@@ -128,12 +128,12 @@ def prepare_base(job: Job) -> None:
         plan, source, natives = plan_base(recipe, base, say=job.say)
         job.refine(Base((plan, source, natives), None))
         if not early:
-            check_all(job)
+            check_before_start(job)
         if kind_of(job.model) != "images":
             check_tokens_of(recipe, load_tokenizer(source.folder, job.trust))
         if left := unread(source):
             job.say(UNREAD.format(", ".join(left)))
-        begin(job, None)
+        open_run(job, None)
         say_rounding(plan, job.say)
         for choice in (plan.choice, plan.heads_choice):
             if choice is not None and choice.scores:

@@ -1,14 +1,14 @@
-"""Charts as drawings: lines over an axis, a value before and after for each layer, a heat map, a strip of layers."""
+"""Charts as drawings: lines over an axis."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ..terminal.output import size
-from .drawing import Anchor, Box, Dot, Drawing, Line, Point, Text
+from .drawing import Dot, Drawing, Line, Point, Shape, Text
 
 WIDTH = 760.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 44.0, 40.0
@@ -92,13 +92,13 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
 
 
 def limits(values: Sequence[float], log: bool) -> tuple[float, float]:
-    """The ends of an axis that shows these values with some room."""
+    """The ends of an axis that shows these values with some margin."""
     low, high = min(values), max(values)
     if log:
-        room = max((high / low) ** 0.06, 1.02)
-        return low / room, high * room
-    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    return (0.0 if 0 <= low < 0.3 * high else low - room), high + room
+        margin = max((high / low) ** 0.06, 1.02)
+        return low / margin, high * margin
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return (0.0 if 0 <= low < 0.3 * high else low - margin), high + margin
 
 
 def scale(low: float, high: float, log: bool, start: float, end: float) -> Callable[[float], float]:
@@ -183,9 +183,9 @@ def frame(
     down: Callable[[float], float],
     width: float,
     height: float,
-) -> list[Line | Box | Dot | Text]:
+) -> list[Shape]:
     """Title, grid, ticks and labels; both axes are `between` their ends."""
-    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, title, "ink", 13)]
+    shapes: list[Shape] = [Text(0, 14, title, "ink", 13)]
     shapes.append(Text(0, TOP - 10, y.label))
     for value in y.ticks or ():
         place = down(value)
@@ -200,9 +200,9 @@ def frame(
     return shapes
 
 
-def legend(entries: Sequence[tuple[str, str, bool]], width: float) -> list[Line | Box | Dot | Text]:
+def legend(entries: Sequence[tuple[str, str, bool]], width: float) -> list[Shape]:
     """Names at the right above a chart, each with a stroke of its colour; one name needs no legend."""
-    shapes: list[Line | Box | Dot | Text] = []
+    shapes: list[Shape] = []
     right = width - RIGHT
     for name, colour, dashed in reversed(entries if len(entries) > 1 else ()):
         right -= text_width(name)
@@ -217,118 +217,3 @@ def legend(entries: Sequence[tuple[str, str, bool]], width: float) -> list[Line 
 def text_width(text: str, size: float = 11.0) -> float:
     """About how wide a line of text is."""
     return 0.53 * size * len(text)
-
-
-def before_after(
-    title: str,
-    layers: Sequence[int],
-    before: Mapping[int, float],
-    after: Mapping[int, float],
-    kept: Sequence[int],
-    label: str,
-    log: bool,
-    width: float = WIDTH,
-    height: float = 250.0,
-) -> Drawing:
-    """For each of `layers` a ring (before) and a disc (after), joined; `kept` layers have the word softmax instead."""
-    log_ok = log and all(value > 0 for value in [*before.values(), *after.values()])
-    values = [value for value in [*before.values(), *after.values()] if math.isfinite(value)]
-    if not values:
-        raise ValueError(f"{title}: no values")
-    y = Axis(label, log_ok)
-    low, high = limits(values, log_ok)
-    down = scale(low, high, log_ok, height - BOTTOM, TOP)
-    step = (width - LEFT - RIGHT) / max(1, len(layers))
-    places = {layer: LEFT + step * (place + 0.5) for place, layer in enumerate(layers)}
-    every = math.ceil(len(layers) * 26 / (width - LEFT - RIGHT))
-    shown = tuple(float(layer) for layer in layers[::every])
-    across = lambda value: places[int(value)]  # noqa: E731
-    x = Axis("layer", ticks=shown).between(min(layers), max(layers))
-    shapes = frame(title, x, y.between(low, high), across, down, width, height)
-    radius = min(4.5, max(2.0, step / 4))
-    for layer in layers:
-        place = places[layer]
-        if layer in kept:
-            shapes.append(
-                Box(
-                    place - step * 0.4,
-                    TOP,
-                    step * 0.8,
-                    height - TOP - BOTTOM,
-                    "soft",
-                    0.12,
-                    hint=f"layer {layer} keeps softmax",
-                )
-            )
-            continue
-        ring, disc = (found.get(layer) for found in (before, after))
-        if ring is not None and disc is not None:
-            shapes.append(Line(((place, down(ring)), (place, down(disc))), "soft", 1.2))
-        if ring is not None:
-            shapes.append(Dot(place, down(ring), radius, "orange", False, f"layer {layer} before: {number(ring)}"))
-        if disc is not None:
-            shapes.append(Dot(place, down(disc), radius, "blue", True, f"layer {layer} after: {number(disc)}"))
-    names = [("as converted", "orange", False)] * bool(before) + [("after training", "blue", False)] * bool(after)
-    names += [("keeps softmax", "soft", False)] * bool(kept)
-    shapes += legend(names, width)
-    worst = max(after or before, key=lambda layer: (after or before)[layer])
-    return Drawing(
-        width, height, f"{title}; largest in layer {worst}: {number((after or before)[worst])}", tuple(shapes)
-    )
-
-
-def strip(title: str, layers: Mapping[int, tuple[str, str]], width: float = WIDTH) -> Drawing:
-    """A box for each layer: {layer: (what it is, colour)}; layers in colour `soft` are framed, not filled."""
-    columns = min(len(layers), 32)
-    edge = min(52.0, (width - 4) / columns)
-    rows = math.ceil(len(layers) / columns)
-    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, title, "ink", 13)]
-    for place, (layer, (what, colour)) in enumerate(sorted(layers.items())):
-        x, y = 2 + edge * (place % columns), 26 + 40.0 * (place // columns)
-        hint, kept = f"layer {layer}: {what}", colour == "soft"
-        shapes.append(Box(x, y, edge - 4, 34, colour, 0.9, kept, hint))
-        shapes.append(
-            Text(x + (edge - 4) / 2, y + 21, str(layer), "soft" if kept else "paper", min(12.0, edge / 2), "middle")
-        )
-    top = 26 + 40.0 * rows + 16
-    x = 2.0
-    counts: dict[tuple[str, str], int] = {}
-    for kind in layers.values():
-        counts[kind] = counts.get(kind, 0) + 1
-    for (what, colour), count in counts.items():
-        shapes.append(Box(x, top - 10, 12, 12, colour, 0.9, colour == "soft"))
-        text = f"{what} ({count})"
-        shapes.append(Text(x + 18, top, text, "ink"))
-        x += 40 + text_width(text)
-    about = ", ".join(f"{count} {what}" for (what, _), count in counts.items())
-    return Drawing(width, top + 8, f"{title}: {about}", tuple(shapes))
-
-
-def heat(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[str],
-    cells: Mapping[tuple[int, int], float],
-    corner: str,
-    width: float,
-) -> Drawing:
-    """Shares (0 to 1) by row and column; a cell without a value stays empty."""
-    left, top, height = 66.0, 44.0, 26.0
-    step = (width - left) / len(columns)
-    shapes: list[Line | Box | Dot | Text] = [Text(0, 14, title, "ink", 13), Text(0, top - 8, corner)]
-    for place, name in enumerate(columns):
-        shapes.append(Text(left + step * (place + 0.5), top - 8, name, anchor="middle"))
-    middle: Anchor = "middle"
-    for row, name in enumerate(rows):
-        y = top + height * row
-        shapes.append(Text(left - 8, y + 17, name, anchor="end"))
-        for column in range(len(columns)):
-            x, value = left + step * column, cells.get((row, column))
-            shapes.append(Box(x + 1, y + 1, step - 2, height - 2, "grid", framed=True))
-            if value is not None:
-                hint = f"{rows[row]}, {columns[column]}: {value:.0%}"
-                shapes.append(Box(x + 1, y + 1, step - 2, height - 2, "blue", 0.06 + 0.86 * value, hint=hint))
-                ink = "paper" if value > 0.55 else "ink"
-                shapes.append(Text(x + step / 2, y + 17, f"{100 * value:.0f}", ink, anchor=middle))
-    mean = sum(cells.values()) / max(1, len(cells))
-    return Drawing(width, top + height * len(rows) + 6, f"{title}: {mean:.0%} on average", tuple(shapes))

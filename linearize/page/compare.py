@@ -310,8 +310,10 @@ def _unmeasured(run: RunRecord) -> bool:
 
 
 def _lacks_eval(run: RunRecord) -> bool:
-    """Whether cells of a finished run are empty that `linearize eval` fills; a random model has no teacher for it."""
-    if isinstance(run, ModelRecord) or run.evaluation is not None or not (run.folder / FINAL).is_dir():
+    """Whether cells of a finished run are empty that `linearize eval` fills; a random model has no teacher for it, and
+    of latents it measures other things."""
+    measured = isinstance(run, ModelRecord) or run.evaluation is not None
+    if run.unit == "latents" or measured or not (run.folder / FINAL).is_dir():
         return False
     row, base = figures(run), run.values.get("model", {}).get("base")
     return isinstance(base, str) and row["top1_agreement"] is None and row["relative_error"] is None

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from ..errors import Exit, LinearizeError
 
 Point = tuple[float, float]
-Anchor = Literal["start", "middle", "end"]
 
 # name: (light, dark)
 COLOURS = {
@@ -52,28 +51,13 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Box:
-    """A filled rectangle, `framed` one that has only an edge."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    colour: str
-    opacity: float = 1.0
-    framed: bool = False
-    hint: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Dot:
-    """A disc, or a ring where it is not `filled`."""
+    """A disc."""
 
     x: float
     y: float
     radius: float
     colour: str
-    filled: bool = True
     hint: str = ""
 
 
@@ -86,7 +70,10 @@ class Text:
     text: str
     colour: str = "soft"
     size: float = 11.0
-    anchor: Anchor = "start"
+    anchor: Literal["start", "middle", "end"] = "start"
+
+
+Shape = Line | Dot | Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +83,7 @@ class Drawing:
     width: float
     height: float
     about: str
-    shapes: tuple[Line | Box | Dot | Text, ...]
+    shapes: tuple[Shape, ...]
 
     def svg(self) -> str:
         """The picture as an `<svg>` element whose colours are the page's variables `--NAME`."""
@@ -131,7 +118,7 @@ def pillow(what: str) -> Any:
 
 def stacked(drawings: Sequence[Drawing], gap: float = 16.0) -> Drawing:
     """Several pictures, one below the other."""
-    shapes: list[Line | Box | Dot | Text] = []
+    shapes: list[Shape] = []
     top = 0.0
     for drawing in drawings:
         shapes += [_moved(shape, 0, top) for shape in drawing.shapes]
@@ -153,7 +140,7 @@ def _n(value: float) -> str:
     return f"{value:.1f}".rstrip("0").rstrip(".")
 
 
-def _svg(shape: Line | Box | Dot | Text) -> str:
+def _svg(shape: Shape) -> str:
     colour = f"var(--{shape.colour})"
     if isinstance(shape, Text):
         place = f'x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(shape.size)}" text-anchor="{shape.anchor}"'
@@ -165,12 +152,8 @@ def _svg(shape: Line | Box | Dot | Text) -> str:
         look += f' stroke-dasharray="{_n(DASH)} {_n(DASH)}"' if shape.dashed else ""
         look += f' stroke-opacity="{shape.opacity:g}"' if shape.opacity != 1 else ""
         return f'<polyline points="{points}" fill="none" {look}>{hint}</polyline>'
-    if isinstance(shape, Dot):
-        look = f'fill="{colour if shape.filled else "var(--paper)"}" stroke="{colour}" stroke-width="1.5"'
-        return f'<circle cx="{_n(shape.x)}" cy="{_n(shape.y)}" r="{_n(shape.radius)}" {look}>{hint}</circle>'
-    place = f'x="{_n(shape.x)}" y="{_n(shape.y)}" width="{_n(shape.width)}" height="{_n(shape.height)}" rx="2"'
-    look = f'fill="none" stroke="{colour}"' if shape.framed else f'fill="{colour}" fill-opacity="{shape.opacity:.3g}"'
-    return f"<rect {place} {look}>{hint}</rect>"
+    look = f'fill="{colour}" stroke="{colour}" stroke-width="1.5"'
+    return f'<circle cx="{_n(shape.x)}" cy="{_n(shape.y)}" r="{_n(shape.radius)}" {look}>{hint}</circle>'
 
 
 # ---------------------------------------------------------------- PNG
@@ -182,7 +165,7 @@ def _rgb(name: str, opacity: float = 1.0) -> tuple[int, ...]:
     return tuple(round(opacity * a + (1 - opacity) * b) for a, b in zip(own, paper, strict=True))
 
 
-def _png(draw: Any, shape: Line | Box | Dot | Text, factor: int) -> None:
+def _png(draw: Any, shape: Shape, factor: int) -> None:
     from PIL import ImageFont
 
     if isinstance(shape, Text):
@@ -193,17 +176,9 @@ def _png(draw: Any, shape: Line | Box | Dot | Text, factor: int) -> None:
         colour, width = _rgb(shape.colour, shape.opacity), max(1, round(shape.width * factor))
         for part in _dashes(shape.points) if shape.dashed else [shape.points]:
             draw.line([(x * factor, y * factor) for x, y in part], colour, width, joint="curve")
-    elif isinstance(shape, Dot):
-        circle, edge = (shape.x * factor, shape.y * factor), round(1.5 * factor)
-        fill = _rgb(shape.colour) if shape.filled else _rgb("paper")
-        draw.circle(circle, shape.radius * factor + edge / 2, fill, _rgb(shape.colour), edge)
     else:
-        x, y = shape.x * factor, shape.y * factor
-        corners = (x, y, x + shape.width * factor, y + shape.height * factor)
-        if shape.framed:
-            draw.rounded_rectangle(corners, 2 * factor, None, _rgb(shape.colour), factor)
-        else:
-            draw.rectangle(corners, _rgb(shape.colour, shape.opacity))
+        circle, edge = (shape.x * factor, shape.y * factor), round(1.5 * factor)
+        draw.circle(circle, shape.radius * factor + edge / 2, _rgb(shape.colour), _rgb(shape.colour), edge)
 
 
 def _dashes(points: Sequence[Point]) -> list[tuple[Point, Point]]:

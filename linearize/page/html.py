@@ -39,7 +39,6 @@ nav a { color: var(--blue); margin-right: 14px; text-decoration: none; display: 
 .tile span { color: var(--soft); font-size: 13px; }
 figure { margin: 14px 0 0; overflow-x: auto; }
 svg { display: block; max-width: 100%%; height: auto; font-family: inherit; font-variant-numeric: tabular-nums; }
-.pair { display: flex; flex-wrap: wrap; gap: 24px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; margin: 12px 0 0; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; color: var(--soft); }

@@ -6,17 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import yaml
-
 from .. import __version__
-from ..recipe.recipe import Recipe, portable
 from ..terminal.output import duration, nats, percent, ranges, size
 from ..terminal.tables import WRITTEN_FREELY
 from . import html
 from .compare import drawn_sections
 from .html import Section
 from .record import RunRecord
-from .report import LONGEST_SAMPLE
 
 CACHED = (512, 32768)  # tokens of a text whose state is in the table
 TASKS = {"recall": "recall", "needle": "needles"}
@@ -134,49 +130,24 @@ def title(found: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- the page
 
 
-def race_page(lanes: Sequence[Lane], found: Mapping[str, Any], common: Recipe) -> str:
+def race_page(lanes: Sequence[Lane], found: Mapping[str, Any]) -> str:
     """The HTML file of a race."""
     first, devices = lanes[0].evaluation, " and ".join(sorted({lane.evaluation["device"] for lane in lanes}))
     read = first.get("read", first["tokens"])  # earlier versions did not say
     words = (
-        f"Each is measured beside the teacher on {read:,} held-out tokens, on {devices}. KL "
-        "is in nats a token, same token is how often both find the same token the likeliest. Train is the time of "
-        "steps; in all has conversion, the choice of layers and the run's own evaluations, too. Unaided is recall "
-        "where the model's own answers stay in the text, Python is what still parses, repeats are runs of four "
-        "tokens that were written before. State and cache are computed from the plan, for one sequence. Curves leave "
-        "out what a stage on longer text measured of itself."
+        f"Each is measured beside the teacher on {read:,} held-out tokens, on {devices}. Train is the time of steps; "
+        "in all has conversion, the choice of layers and evaluations, too. Unaided is recall where its own answers "
+        "stay in the text, Python is what still parses, repeats are runs of four tokens that were written before. "
+        "Samples and recipes are on the pages of the runs: linearize report."
     )
     tables = "".join(html.paragraph(f"{one.title}.") + html.table(one.columns, one.rows) for one in race_tables(found))
-    best = {
-        "lowest KL": min(found["contestants"], key=lambda one: one["kl"]),
-        "lowest perplexity": min(found["contestants"], key=lambda one: one["ppl"]),
-        "smallest state at 32,768 tokens": min(found["contestants"], key=lambda one: one["state"].get("32768", 0)),
-    }
     sections = [
         Section("table", "Results", html.paragraph(words) + tables),
         *drawn_sections({lane.name: lane.runs for lane in lanes}),
-        Section("samples", "Samples", samples(lanes)),
         Section("methods", "Methods", methods(lanes)),
-        Section("recipe", "Common recipe", recipe(common)),
     ]
-    tiles = [(one["name"], what) for what, one in best.items()]
     foot = f"Written by linearize {__version__}: linearize race."
-    return html.page("Methods of conversion compared", f"{title(found)}.", {"": tiles}, sections, foot)
-
-
-def samples(lanes: Sequence[Lane]) -> str:
-    """The first held-out text, continued by the teacher and by every student."""
-    told = {lane.name: lane.last.report.get("samples") or [] for lane in lanes}
-    first = next((one[0] for one in told.values() if one), None)
-    if first is None:
-        return html.paragraph("None: the held-out text has no document that is long enough.")
-    texts = [("prompt", first["prompt"]), ("the text itself", first["text"]), ("teacher", first["teacher"])]
-    texts += [(name, one[0]["student"]) for name, one in told.items() if one and one[0]["prompt"] == first["prompt"]]
-    boxes = (
-        f"<div><h3>{html.text(who)}</h3><pre>{html.text(sample[:LONGEST_SAMPLE])}</pre></div>" for who, sample in texts
-    )
-    words = "A held-out text, continued with the likeliest token each time. A loop is what small models do there."
-    return html.paragraph(words) + f'<div class="samples">{"".join(boxes)}</div>'
+    return html.page("Methods of conversion compared", f"{title(found)}.", {}, sections, foot)
 
 
 def methods(lanes: Sequence[Lane]) -> str:
@@ -193,9 +164,3 @@ def methods(lanes: Sequence[Lane]) -> str:
                 spent = duration(run.seconds(stage["name"]) or 0.0)
                 rows.append((where, stage["name"], ", ".join(stage["train"]), f"{tokens:,}", spent))
     return words + html.table(columns, rows)
-
-
-def recipe(common: Recipe) -> str:
-    """The recipe that the methods change."""
-    values = common.model_dump(mode="json", exclude_defaults=True)
-    return f"<pre>{html.text(yaml.safe_dump(portable(values), sort_keys=False))}</pre>"

@@ -33,13 +33,12 @@ from ..terminal.tables import (
 from ..train.runs import converted_from, is_evaluation
 from ..train.terms import TERMS
 from . import html
-from .charts import Axis, Series, before_after, binary, bytes_text, heat, lines, smoothed, strip
+from .charts import Axis, Series, binary, bytes_text, lines, smoothed
 from .drawing import SERIES, Drawing, stacked
 from .html import Section
 from .record import EVAL, FINAL, RunRecord, progress
 
 PAGE = "report.html"
-NEEDLES_WIDTH = 520.0
 CONTEXTS = tuple(2**power for power in range(9, 21))  # tokens: 512 to 1M
 LONGEST_SAMPLE = 4000  # characters
 WHITE = "(white space alone)"
@@ -98,7 +97,6 @@ def report_page(run: RunRecord) -> str:
 def pictures(run: RunRecord) -> dict[str, Drawing]:
     """What can be drawn of a run, by the name of its section."""
     makers: dict[str, Callable[[RunRecord], Drawing]] = {
-        "converted": draw_layers,
         "training": draw_training,
         "fidelity": draw_fidelity,
         "positions": draw_positions,
@@ -221,23 +219,11 @@ def _answers(found: dict[str, Any]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- what was converted
 
 
-def draw_layers(run: RunRecord) -> Drawing:
-    """A box for each layer, coloured by what it is."""
-    if run.plan is None:
-        raise ValueError("no plan")
-    names = sorted({step.mechanism for step in run.plan.linear})
-    colours = {name: SERIES[place % len(SERIES)] for place, name in enumerate(names)}
-    layers = {step.site.layer: (step.mechanism, colours[step.mechanism]) for step in run.plan.linear}
-    layers |= {step.site.layer: ("softmax over a window", "soft") for step in run.plan.local}
-    layers |= {site.layer: ("softmax, kept", "soft") for site in run.plan.kept}
-    return strip("Attention by layer", layers)
-
-
 def _converted(run: RunRecord, drawn: Drawing | None) -> str:
     plan = run.plan
     if run.plain:
         return html.paragraph("No layer: the recipe trains a random model with its softmax.")
-    if plan is None or drawn is None:
+    if plan is None:
         return html.paragraph("No converted model of this run is left in its folder, so its layers are not known.")
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step in plan.steps:
@@ -252,7 +238,7 @@ def _converted(run: RunRecord, drawn: Drawing | None) -> str:
     columns = {"layers": "text", "module": "text", "attention": "text", "new parameters": "number", "state": "number"}
     notes = "".join(html.paragraph(f"Dropped: {note}") for note in plan.notes)
     notes += "".join(html.paragraph(f"Stays as it is: {other}") for other in plan.others)
-    return _figure(drawn) + html.table(columns | {"options": "text"}, alike(rows)) + notes
+    return html.table(columns | {"options": "text"}, alike(rows)) + notes
 
 
 # ---------------------------------------------------------------- training
@@ -328,13 +314,16 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
 
 
 def draw_fidelity(run: RunRecord) -> Drawing:
-    """Relative squared error of each layer's attention output, before and after."""
-    before, after = run.layers("before"), run.layers("after")
-    kept = run.plan.softmax_layers if run.plan else []
-    layers = sorted({*before, *after, *kept})
-    return before_after(
-        "Error of each layer's output", layers, before, after, kept, "squared error / softmax's power", True
-    )
+    """Relative squared error of each layer's attention output, before and after; of layers with softmax none."""
+    found = (("as converted", run.layers("before"), "orange"), ("after training", run.layers("after"), "blue"))
+    series = [
+        Series(name, [(float(layer), error) for layer, error in sorted(errors.items())], colour, dots=True)
+        for name, errors, colour in found
+    ]
+    layers = sorted({point[0] for one in series for point in one.points})
+    axis = Axis("layer", ticks=tuple(layers[:: math.ceil(len(layers) / 24)] if layers else ()))
+    log = all(value > 0 for one in series for _, value in one.points)
+    return lines("Error of each layer's output", series, axis, Axis("squared error / softmax's power", log))
 
 
 def _fidelity(run: RunRecord, drawn: Drawing | None) -> str:
@@ -402,23 +391,17 @@ def _positions(run: RunRecord, drawn: Drawing | None) -> str:
 
 
 def draw_needles(run: RunRecord) -> Drawing:
-    """Two heat maps, teacher above student: the share of needles found, by depth and length."""
+    """The share of needles found by depth, the teacher's above the student's: a line for each length of the text."""
     found = (run.evaluation or {}).get("needle") or []
     drawn = []
     for who in ("teacher", "student"):
-        parts = [row[who].get("depths") or [row[who]["accuracy"]] for row in found]
-        count = max(map(len, parts), default=0)
-        if not count:
-            raise ValueError("no needles")
-        cells = {
-            (depth, column): share
-            for column, shares in enumerate(parts)
-            for depth, share in enumerate(shares)
-            if share is not None
-        }
-        rows = [f"{100 * depth // count}-{100 * (depth + 1) // count} %" for depth in range(count)]
-        columns = [binary(row["length"]) for row in found]
-        drawn.append(heat(f"Needles found by the {who}, %", columns, rows, cells, "depth", NEEDLES_WIDTH))
+        series = []
+        for row, colour in zip(found, SERIES * len(found), strict=False):
+            shares = row[who].get("depths") or [row[who]["accuracy"]]
+            middles = (100 * (place + 0.5) / len(shares) for place in range(len(shares)))
+            points = [(at, 100 * share) for at, share in zip(middles, shares, strict=True) if share is not None]
+            series.append(Series(f"{binary(row['length'])} tokens", points, colour, dots=True))
+        drawn.append(lines(f"Needles found by the {who}, %", series, Axis("% of the text before it"), Axis("%")))
     return stacked(drawn, 22)
 
 
@@ -426,8 +409,8 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
     if drawn is None:
         return not_measured(run)
     words = (
-        "A needle is a pair of words within ordinary text, asked for at the end. Columns are lengths of the text in "
-        "tokens, rows are depths: 0 % is the beginning."
+        "A needle is a pair of words within ordinary text, asked for at the end. Lines are of texts of one length in "
+        "tokens; 0 % is the beginning."
     )
     if "needle" in empty_tasks(run.evaluation):
         words += f" Note: {empty_tasks_note(run.evaluation)}."
@@ -440,6 +423,8 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
 def not_measured(run: RunRecord) -> str:
     """What to run so that a page has what `linearize eval` measures. A page may be published: it has no paths of this
     machine, and `linearize eval` takes those of the teacher and of the text from the run."""
+    if run.unit == "latents":
+        return html.paragraph("Not measured: the model writes no text. report.json has its predictions by noise level.")
     folder, where = as_typed(run)
     command = f"{measuring(run, folder)}\nlinearize report {shlex.quote(str(folder))}"
     begin = "Not measured. These commands"

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from ..errors import LinearizeError, did_you_mean
 from ..terminal.output import nats
 
-Method = Literal["restore", "swaps", "gates"]
+Method = Literal["restore", "swaps"]
 METHODS: tuple[Method, ...] = get_args(Method)
 # What kept softmax becomes where its memory is bounded: the mechanism, and how many first tokens stay in sight
 # (arXiv 2309.17453 finds that four suffice).
@@ -28,7 +28,7 @@ NAMED = "named"  # of one whose layers the user named, where only what their win
 MEANING = {
     "restore": "share of the loss that softmax in it gives back, beside what was chosen before it; those chosen add up",
     "swaps": "share of the loss that making it alone linear brings",
-    "gates": "how far its gate stayed open, 0 to 1",
+    "gates": "how far its gate stayed open, 0 to 1",  # of plans that earlier versions made
 }
 
 

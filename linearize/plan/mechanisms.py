@@ -116,15 +116,15 @@ def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[
     for option, value in given.items():
         if option not in kinds:
             raise LinearizeError(_unknown(option, name, mixer, [*kinds, "faithful"], base))
-        kind, bounds, _ = kinds[option]
-        options[option] = _parse(option, value, kind, bounds)
+        expected, bounds, _ = kinds[option]
+        options[option] = _parse(option, value, expected, bounds)
     return options
 
 
 def option_about(mixer: Any, option: str, base: str | None = None) -> str:
     """What an option of a mechanism, over `base` where it has bases, sets: one line; empty where nobody wrote it."""
     owners = [mixer, *([mixer.base_for(base or known_options(mixer)["base"][2])] if mixer.bases else [])]
-    texts = [kind.__dict__.get("about", {}).get(option) for owner in owners for kind in owner.__mro__[:-1]]
+    texts = [base.__dict__.get("about", {}).get(option) for owner in owners for base in owner.__mro__[:-1]]
     own = [text for text in texts if text]
     return own[0] if own else ""
 
@@ -146,26 +146,26 @@ def _unknown(option: str, name: str, mixer: Any, known: list[str], base: str | N
     return f"{option}: {name}{over} has no such option.{hint} Known: {', '.join(known)}"
 
 
-def _parse(option: str, value: Any, kind: Any, bounds: Any) -> Any:
-    """`value` as `kind`, within `bounds`."""
-    if typing.get_origin(kind) is typing.Literal:
-        choices = typing.get_args(kind)
+def _parse(option: str, value: Any, expected: Any, bounds: Any) -> Any:
+    """`value` as `expected`, within `bounds`."""
+    if typing.get_origin(expected) is typing.Literal:
+        choices = typing.get_args(expected)
         if value not in choices:
             hint = did_you_mean(str(value), choices)
             raise LinearizeError(f"{option}={value}: must be one of {', '.join(choices)}.{hint}")
         return value
-    if kind is bool:
+    if expected is bool:
         words = {"true": True, "false": False}
         if str(value).lower() not in words:
             raise LinearizeError(f"{option}={value}: must be true or false")
         return words[str(value).lower()]
     try:
-        number = kind(value)
+        number = expected(value)
         exact = not isinstance(value, float) or number == value
     except (TypeError, ValueError):
         exact = False
     if not exact or isinstance(value, bool):
-        raise LinearizeError(f"{option}={value}: must be {'a whole number' if kind is int else 'a number'}")
+        raise LinearizeError(f"{option}={value}: must be {'a whole number' if expected is int else 'a number'}")
     if not bounds.low <= number <= bounds.high:
         raise LinearizeError(f"{option}={value}: must be {_range(bounds)}")
     return number
@@ -274,12 +274,12 @@ def describe(name: str) -> dict[str, Any]:
 def _options(mixer: Any) -> Iterator[dict[str, Any]]:
     """An option: what it sets, its type, default, published value where that differs, and its range or choices."""
     published = published_options(mixer)
-    for option, (kind, bounds, default) in known_options(mixer).items():
-        choices = typing.get_args(kind)
+    for option, (expected, bounds, default) in known_options(mixer).items():
+        choices = typing.get_args(expected)
         yield {
             "name": option,
             "about": option_about(mixer, option),
-            "type": "choice" if choices else kind.__name__,
+            "type": "choice" if choices else expected.__name__,
             "default": default,
             "published": published.get(option, default),
             **({"choices": list(choices)} if choices else {}),

@@ -334,7 +334,7 @@ def run_race(race: Race, say: Say) -> dict[str, Any]:
     check_tokens({one.name: one.tokens for one in lanes})
     found = {"race": str(race.folder), **results(lanes), ASKED: race.asked(), "versions": versions()}
     write_result(race.folder / RESULT, json.dumps(finite(found)) + "\n")
-    write_result(race.folder / PAGE, race_page(lanes, found, race.common))
+    write_result(race.folder / PAGE, race_page(lanes, found))
     say(f"wrote {race.folder / RESULT} and {race.folder / PAGE}")
     return found
 

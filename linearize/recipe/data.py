@@ -183,8 +183,8 @@ def holds_images(source: Any) -> bool:
 
 
 def unit_of(source: Any) -> str:
-    """What a recipe's budgets and figures count of a source: images or tokens."""
-    return "images" if holds_images(source) else "tokens"
+    """What a recipe's budgets and figures count of a source: images, latents or tokens."""
+    return "images" if holds_images(source) else "latents" if "latents" in dict(source or {}) else "tokens"
 
 
 # Keys by which sources name folders and files, beside `files`.

@@ -38,7 +38,7 @@ def results() -> Console:
 # Words of results, and how they are coloured.
 COLOURS = {"passed": "green", "ok": "green", "failed": "red", "missing": "red"}
 COLOURS |= dict.fromkeys(("warning", "skipped", "optional", "note"), "yellow")
-# A column gets at least as much room as its longest word takes, up to so many characters: words are not cut. Longer
+# A column is at least as wide as its longest word, up to so many characters: words are not cut. Longer
 # ones, such as paths, are cut where a line is full; where the table is too wide their column may shrink to LEAST.
 LONGEST_WORD, LEAST = 20, 8
 NARROWEST, USUAL = 20, 80  # characters of a line
@@ -57,11 +57,11 @@ def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | N
     words = [[len(word) for text in own for word in text.split()] or [0] for own in texts]
     least = [min(LONGEST_WORD, max(own)) for own in words]
     whole = [max(len(line) for text in own for line in text.split("\n")) for own in texts]
-    room = console().width - 2 * len(columns)
+    width = console().width - 2 * len(columns)
     fixed = None
-    if sum(n if kind == "text" else full for n, full, kind in zip(least, whole, kinds, strict=True)) > room:
-        # Where there is no room for words, each column gets its share: rich would leave some out.
-        fixed = divided(room, words, whole) or [max(1, room // len(columns))] * len(columns)
+    if sum(n if kind == "text" else full for n, full, kind in zip(least, whole, kinds, strict=True)) > width:
+        # Where it is too narrow for words, each column gets its share: rich would leave some out.
+        fixed = divided(width, words, whole) or [max(1, width // len(columns))] * len(columns)
     for place, (heading, kind) in enumerate(columns.items()):
         made.add_column(
             heading,
@@ -76,15 +76,15 @@ def table(columns: dict[str, str], rows: Iterable[Sequence[str]], title: str | N
     return made
 
 
-def divided(room: int, words: list[list[int]], whole: list[int]) -> list[int] | None:
-    """Widths of columns that fill `room`, each wide enough for its words, by the lengths of these and of the `whole`
-    lines; None where there is less room than for LEAST. Where words do not fit, those of the widest columns are cut."""
+def divided(width: int, words: list[list[int]], whole: list[int]) -> list[int] | None:
+    """Widths of columns that fill `width`, each wide enough for its words, by the lengths of these and of the `whole`
+    lines; None where LEAST does not fit. Where words do not fit, those of the widest columns are cut."""
     widths = [max([n for n in own if n <= LONGEST_WORD] + [LEAST] * (max(own) > LONGEST_WORD)) for own in words]
-    while sum(widths) > room:
+    while sum(widths) > width:
         if max(widths) <= LEAST:
             return None
         widths[widths.index(max(widths))] -= 1
-    for _ in range(min(room, sum(whole)) - sum(widths)):
+    for _ in range(min(width, sum(whole)) - sum(widths)):
         lacking = [full - width for full, width in zip(whole, widths, strict=True)]
         widths[lacking.index(max(lacking))] += 1
     return widths

@@ -97,39 +97,39 @@ def verify(folder: Path, level: Level, source: Source, plan: Plan, trust: bool) 
     if level == "none":
         return "not verified (--verify none)"
     message = "reloaded in a clean process without linearize: {} tensors, none missing, none unexpected"
-    room = ALL_TWICE if level == "full" else room_for(folder, plan) if level == "auto" else None
-    if room is None:
+    fits = ALL_TWICE if level == "full" else what_fits(folder, plan) if level == "auto" else None
+    if fits is None:
         said = TOO_LARGE + " (--verify full forces it)" if level == "auto" else KEYS_ALONE
         return message.format(check_keys(folder)) + said
-    first = FIRST.format(room.layers) if room.layers else ""
+    first = FIRST.format(fits.layers) if fits.layers else ""
     if cut_blocks(source):
-        count, _, loaded = reload_logits(folder, room.layers)
+        count, _, loaded = reload_logits(folder, fits.layers)
         return message.format(count) + check_steps(loaded) + first + CUT
-    count, difference, steps = check_logits(folder, source, plan, trust, room)
+    count, difference, steps = check_logits(folder, source, plan, trust, fits)
     message = message.format(count) + "; logits equal the source class with mixers (largest difference "
     return message + f"{difference:.1e}){steps}{first}"
 
 
-class Room(NamedTuple):
+class Fits(NamedTuple):
     """What of a model fits in free memory in float32: its first `layers` layers (0: all), `twice` or once."""
 
     layers: int
     twice: bool
 
 
-ALL_TWICE = Room(0, True)
+ALL_TWICE = Fits(0, True)
 
 
-def room_for(folder: Path, plan: Plan) -> Room | None:
+def what_fits(folder: Path, plan: Plan) -> Fits | None:
     """What of a converted model can be compared with its source: all of it, both sides at once or one after the other;
     else its first layers, as many as hold one of each kind; None where these do not fit, or the model has no such
     layers, as with images and encoders."""
     free, held = free_memory(), numbers([folder])
     if 4 * held < free:
-        return Room(0, 2 * 4 * held < free)
+        return Fits(0, 2 * 4 * held < free)
     layers = one_of_each(folder, plan)
     held = numbers([folder], layers)
-    return Room(layers, 2 * 4 * held < free) if layers and 4 * held < free else None
+    return Fits(layers, 2 * 4 * held < free) if layers and 4 * held < free else None
 
 
 def one_of_each(folder: Path, plan: Plan) -> int:
@@ -182,8 +182,8 @@ def _left(folder: Path, limit: str, used: str, cached: str) -> float:
     """What a control group's limit leaves, pages of files not counted as `used`; infinite without a limit."""
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is none
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        room, taken = (int((folder / name).read_text()) for name in (limit, used))
-        return room - taken + int(counts[cached])
+        most, taken = (int((folder / name).read_text()) for name in (limit, used))
+        return most - taken + int(counts[cached])
     return math.inf
 
 
@@ -197,30 +197,30 @@ def check_keys(folder: Path, advance: Advance = silent) -> int:
 
 
 def check_logits(
-    folder: Path, source: Source, plan: Plan, trust: bool, room: Room = ALL_TWICE
+    folder: Path, source: Source, plan: Plan, trust: bool, fits: Fits = ALL_TWICE
 ) -> tuple[int, float, str]:
     """`check_keys`; the largest difference between the checkpoint's logits and those of the source class with the same
-    mixers, relative to the largest; and `check_steps`. The two sides load at the same time where there is `room`, and
+    mixers, relative to the largest; and `check_steps`. The two sides load at the same time where both fit (`fits`), and
     no more layers than it has.
     """
     dtype = plan.dtype if plan.cast else "float32"
     options = {"spec": plan.spec(), "class": plan.architecture, "dtype": dtype, "trust": trust, "mixers": MIXER_SHARD}
-    options |= {"block": source.block, "layers": room.layers}
+    options |= {"block": source.block, "layers": fits.layers}
     with scratch_folder() as scratch:
         ours, theirs = scratch / "ours.pt", scratch / "theirs.pt"
         arguments = [str(folder), str(theirs), str(source.folder.resolve()), json.dumps(options)]
         with (
-            clean_command(LOAD, [str(folder), str(ours), str(RELOADED), str(room.layers), "padded"]) as a,
+            clean_command(LOAD, [str(folder), str(ours), str(RELOADED), str(fits.layers), "padded"]) as a,
             clean_command(SOURCE_SIDE, arguments, refused=()) as b,
             contextlib.ExitStack() as children,
-            progress("reloading", 2 if room.layers else 1) as advance,
+            progress("reloading", 2 if fits.layers else 1) as advance,
         ):
-            count = check_keys(folder, advance) if room.layers else check_tensors(folder)
+            count = check_keys(folder, advance) if fits.layers else check_tensors(folder)
             loading = children.enter_context(started(*a))
-            comparing = children.enter_context(started(*b)) if room.twice else None
+            comparing = children.enter_context(started(*b)) if fits.twice else None
             loaded = result_of(loading, advance)
             result_of(comparing or children.enter_context(started(*b)))
-        _check_loaded(folder, loaded, room.layers)
+        _check_loaded(folder, loaded, fits.layers)
         reloaded = _finite(torch.load(ours))
         difference = compare(reloaded, torch.load(theirs), "logits differ from the source class with mixers by")
         return count, difference, check_steps(loaded)

@@ -67,15 +67,14 @@ def test_a_case_is_measured(linearize: Command, name: str) -> None:
         assert max(record["errors"].values()) < (1e-5 if "f32" in record["shape"].split(" gates")[0] else 2e-2)
 
 
-def test_all_are_measured_and_drawn(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_measured(linearize: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "case_names", lambda: ["gsa", "la"])
     every = ("--mechanism", "all")
-    code, out, err = linearize("bench", "kernels", *every, "--tokens", 8, "--plot", tmp_path / "times.png")
+    code, out, err = linearize("bench", "kernels", *every, "--tokens", 8)
     assert code == 0, err
     assert "### gsa" in out
     assert "### la" in out
     assert "| B1 T8 H16/4 D128 m64 bf16 | linearize, PyTorch path |" in out
-    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_layers_of_presets_are_measured(linearize: Command) -> None:
@@ -142,16 +141,8 @@ def test_an_unknown_mechanism_is_told_the_nearest(linearize: Command) -> None:
         assert holds(err, "'gsa-windw'", "'gsa-window'")
 
 
-def test_a_picture_needs_pillow(linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    code, out, err = linearize("bench", "kernels", "--plot", tmp_path / "times.png")
-    assert (code, out) == (Exit.RESOURCE, "")
-    assert "linearize[vision]" in err
-
-
-@pytest.mark.parametrize("option", ["--save", "--plot"])
-def test_a_result_has_a_folder_to_go_to(linearize: Command, tmp_path: Path, option: str) -> None:
-    code, out, err = linearize("bench", "kernels", "--mechanism", "la", "--tokens", 8, option, tmp_path / "no" / "x")
+def test_a_result_has_a_folder_to_go_to(linearize: Command, tmp_path: Path) -> None:
+    code, out, err = linearize("bench", "kernels", "--mechanism", "la", "--tokens", 8, "--save", tmp_path / "no" / "x")
     assert (code, out) == (Exit.USAGE, "")
     assert holds(err, f"'{tmp_path / 'no'}'")
 

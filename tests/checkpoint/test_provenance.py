@@ -488,7 +488,7 @@ def test_an_upgrade_that_is_interrupted_waits_for_nobody(zoo: Zoo, monkeypatch: 
 
     folder = zoo.folders("llama")[1]
     monkeypatch.setattr(upgrade, "reload_logits", reload)
-    monkeypatch.setattr(upgrade, "room_for", lambda folder, plan: reloading.ALL_TWICE)
+    monkeypatch.setattr(upgrade, "what_fits", lambda folder, plan: reloading.ALL_TWICE)
     begun = time.monotonic()
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ from training import byte_tokenizer, recipe_values, stage, write_data
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose, methods
 from linearize.choose.choose import PACKAGES, Scoring, choosers, pricer, recall_batches, text_batches
-from linearize.choose.methods import gates, restore, swaps
+from linearize.choose.methods import restore, swaps
 from linearize.choose.mixture import Mixture
 from linearize.commands.convert import choice_table
 from linearize.convert import convert, plan_conversion
@@ -101,14 +101,7 @@ def test_a_mixture_is_the_hybrid_that_would_be_saved(
         ours, theirs = mixture.logits(batch, mixture.hybrid({0, 2})), run(hybrid, batch).logits
         assert relative_error(ours, theirs) < TOLERANCE[torch.float32]
         assert torch.equal(mixture.logits(batch, mixture.hybrid(range(4))), mixture.teacher(batch))
-        half = mixture.logits(batch, dict.fromkeys(range(4), torch.tensor(0.5)))
-    assert not torch.allclose(half, theirs)
     assert torch.equal(mixture.teacher(batch), run(small_model(name), batch).logits)
-    gate = torch.tensor(0.5, requires_grad=True)
-    mixture.logits(batch, dict.fromkeys(range(4), gate)).square().mean().backward()
-    assert gate.grad is not None
-    assert gate.grad.isfinite()
-    assert gate.grad != 0
 
 
 def test_a_kept_layer_is_scored_with_its_window(tmp_path: Path) -> None:
@@ -156,9 +149,6 @@ def test_layers_are_scored_beside_windows_and_heads_that_are_settled(tmp_path: P
     with torch.no_grad():
         theirs = run(hybrid, batch).logits
         assert relative_error(mixture.logits(batch, mixture.hybrid({0})), theirs) < TOLERANCE[torch.float32]
-    opened = torch.tensor([1.0, 0.0], requires_grad=True)
-    ours = mixture.logits(batch, mixture.opened(given["units"], opened))
-    assert relative_error(ours.detach(), theirs) < TOLERANCE[torch.float32]
 
 
 def test_heads_are_scored_beside_the_windows_of_named_layers(tmp_path: Path) -> None:
@@ -187,7 +177,7 @@ def test_mixers_are_scored_with_the_rotation_of_softmax(tmp_path: Path, to: str,
 
 
 @pytest.mark.parametrize("name", ["GPTJ", "Gemma2", "Qwen3Moe"])
-def test_gates_learn_in_other_architectures(tmp_path: Path, name: str) -> None:
+def test_a_mixture_learns_in_other_architectures(tmp_path: Path, name: str) -> None:
     """One that computes softmax itself, one with windows of its own, one with experts."""
     sizes: dict[str, Any] = {
         "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
@@ -207,11 +197,6 @@ def test_gates_learn_in_other_architectures(tmp_path: Path, name: str) -> None:
     }
     mixture.calibrate(batch)
     mixture.train_mixers([batch], 1e-2)
-    opened = torch.full((2,), 0.5, requires_grad=True)
-    gates = dict(zip(mixture.layers, opened.unbind(), strict=True))
-    mixture.logits(batch, gates).square().mean().backward()
-    assert opened.grad is not None
-    assert bool((opened.grad != 0).all())
     with torch.no_grad():
         whole = mixture.logits(batch, mixture.hybrid(mixture.layers))
     assert relative_error(whole, mixture.teacher(batch)) < TOLERANCE[torch.float32]
@@ -233,14 +218,6 @@ def test_methods_on_a_loss_with_an_interaction() -> None:
     assert found.scores == pytest.approx({0: 0.5, 1: 0.0, 2: 0.3, 3: 0.2})
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_gates_leave_as_many_open_as_asked(count: int) -> None:
-    weights = torch.tensor([0.05, 0.5, 0.1, 0.35])
-    found = gates([0, 3, 5, 7], count, lambda opened, step: (weights * (1 - opened)).sum())
-    assert found.kept == sorted([3, 7, 5][:count])
-    assert abs(sum(found.scores.values()) - count) < 1
-
-
 # ---------------------------------------------------------------- the whole
 
 
@@ -250,8 +227,6 @@ def _less_text(monkeypatch: pytest.MonkeyPatch) -> None:
     less = {"TRANSFER_STEPS": 6, "SCORE_TOKENS": 1024, "BATCH_TOKENS": 512, "RECALLS": 2}
     for name, value in less.items():
         monkeypatch.setattr(choose, name, value)
-    for module in (choose, methods):
-        monkeypatch.setattr(module, "GATE_STEPS", 16)
 
 
 def planned(linearize: Command, place: Path, flag: str, method: str, folder: Path) -> tuple[dict[str, Any], str]:
@@ -290,7 +265,7 @@ def test_convert_chooses_what_matters_and_says_why(
     assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
     for message in (f"scored by {method}", "repeats this without scoring", "layer 2 keeps softmax"):
         assert message in err
-    assert ("the loss is KL from the source, as a share of that with no layer kept" in err) == (method != "gates")
+    assert "the loss is KL from the source, as a share of that with no layer kept" in err
     if method == "restore":
         assert json.loads(json.dumps(read_plan(tmp_path / "hybrid").to_json())) == plan
 
@@ -461,12 +436,6 @@ def test_a_mixture_opens_heads_one_by_one(tmp_path: Path) -> None:
         closed, opened = (mixture.logits(batch, mixture.hybrid(kept)) for kept in ((), [(2, 1)]))
     assert relative_error(one, linear) > 1e-3
     assert relative_error(opened, closed) < TOLERANCE[torch.float32]
-    values = torch.full((7,), 0.5, requires_grad=True)
-    mixture.logits(batch, mixture.opened(every[:3] + every[4:], values)).square().mean().backward()
-    assert values.grad is not None
-    assert bool((values.grad != 0)[[0, 1, 2, 3, 5, 6]].all())
-    gates = mixture.opened(every[:3] + every[4:], values.detach())
-    assert [[float(gate) for gate in gates[layer]] for layer in (0, 1)] == [[0.5, 0.5], [0.5, 0.0]]  # type: ignore[union-attr]
 
 
 def test_heads_are_checked_first_and_layers_of_named_ones_become_linear(heads_place: Path) -> None:
@@ -567,13 +536,9 @@ def test_one_head_of_each_layer_is_left_to_its_mechanism() -> None:
     def lost(sets: Any) -> list[float]:
         return [sum(weight for group, weight in weights.items() if group not in kept) for kept in sets]
 
-    def lost_at(opened: torch.Tensor, step: int) -> torch.Tensor:
-        return (torch.tensor([*weights.values()]) * (1 - opened)).sum()
-
     wanted = [(0, 0), (0, 1), (3, 0)]
     assert restore(groups, 3, lost, leaves_one(groups)).kept == wanted
     assert swaps(groups, 3, lost, leaves_one(groups)).kept == wanted
-    assert gates(groups, 3, lost_at, leaves_one(groups)).kept == wanted
     assert unscored_heads("auto:4", groups).kept == ("0:0", "0:2", "3:0", "3:2")
     with pytest.raises(LinearizeError, match=r"keeps.*5.*4"):
         unscored_heads("auto:5", groups)

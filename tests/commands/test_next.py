@@ -19,7 +19,7 @@ from training import BASES, byte_tokenizer, stage, write_recipe
 import linearize as package
 from linearize.cli import app
 from linearize.errors import Exit
-from linearize.job.checks import check, check_packages, check_text
+from linearize.job.checks import check_fit, check_packages, check_text
 from linearize.job.resolve import resolve
 
 COMMAND = re.compile(r"\blinearize ([a-z]+)((?: (?:-{1,2}[a-z][\w-]*|[A-Z][\w/:@-]*|[\w.]+=\S+))*)")
@@ -64,7 +64,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def finetune(recipe: Any, **asked: Any) -> Any:
         with resolve(recipe, resume="auto") as job:
             check_packages(recipe)
-            check(job, job.model)
+            check_fit(job, job.model)
             check_text(recipe)
         found.append(recipe)
         raise typer.Exit

@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize.demo
-from benchmarks.train_teacher import Options, Stream, build_model, encode, perplexity, train
 from linearize.demo import tour
-from linearize.demo.corpus import HELD_OUT, Document, documents, is_test, read_dump, split_of, write_dump
+from linearize.demo.corpus import HELD_OUT, Document, documents, is_test, split_of
 from linearize.errors import Exit, LinearizeError
 
 MODEL = Path(linearize.demo.__file__).parent / "model"
@@ -37,11 +36,6 @@ def library() -> list[Document]:
 @pytest.fixture(scope="module")
 def heldout_library() -> list[Document]:
     return documents("heldout")
-
-
-@pytest.fixture(scope="module")
-def heldout(tokenizer, heldout_library) -> Stream:
-    return encode(tokenizer, heldout_library, "cpu")
 
 
 def test_splits_are_disjoint_and_deterministic(library, heldout_library):
@@ -71,17 +65,8 @@ def test_split_goes_by_name(name, split):
     assert split_of(name) == split
 
 
-def test_suites_are_left_out_unless_asked_for(library):
+def test_suites_are_left_out(library):
     assert not any(is_test(document.name) for document in library)
-    everything = documents("train", tests=True)
-    assert everything[: len(library)] == library
-    assert all(is_test(document.name) for document in everything[len(library) :])
-
-
-def test_dump_gives_the_same_documents(tmp_path, library, heldout_library):
-    path = write_dump(tmp_path, tests=False)
-    assert documents("heldout", dump=path) == heldout_library
-    assert len(read_dump(path)) == len(library) + len(heldout_library)
 
 
 def test_model_folder_is_small():
@@ -105,20 +90,14 @@ def test_chat_template_masks_what_the_assistant_says(tokenizer):
     assert tokenizer.decode(spoken) == f"yes{tokenizer.eos_token}"
 
 
-def test_heldout_perplexity_is_the_recorded_one(model, heldout):
+def test_heldout_perplexity_is_the_recorded_one(model, tokenizer, heldout_library):
     with (MODEL / "curve.csv").open() as file:
         recorded = min(float(row["heldout_ppl"]) for row in csv.DictReader(file))
-    assert perplexity(model, heldout, 512, every=50) < 1.15 * recorded
-
-
-def test_documents_of_one_block_do_not_see_each_other(model, tokenizer):
-    pair = [Document("a", "import os\n" * 20), Document("b", "def f(x):\n    return x\n")]
-    both, alone = encode(tokenizer, pair, "cpu"), encode(tokenizer, pair[1:], "cpu")
-    start = torch.zeros(1, dtype=torch.long)
+    texts = tokenizer([document.text for document in heldout_library], verbose=False)["input_ids"]
+    rows = torch.cat([torch.tensor(text).unfold(0, 512, 512) for text in texts if len(text) >= 512])[::50]
     with torch.no_grad():
-        packed = model(**both.blocks(start, len(both.tokens)), use_cache=False).logits
-        single = model(input_ids=alone.tokens[None], use_cache=False).logits
-    torch.testing.assert_close(packed[:, -len(alone.tokens) :], single, atol=1e-4, rtol=1e-4)
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    assert loss.exp() < 1.15 * recorded
 
 
 def test_generation_gives_text(model, tokenizer):
@@ -158,12 +137,3 @@ def test_the_demo_says_what_becomes_of_its_folder(tmp_path, monkeypatch, keep):
     assert folders == (["kept/hybrid"] if keep else [])
     gone = [line for line in messages if "is temporary and is removed now. linearize demo -o DIR keeps" in line]
     assert gone == ([] if keep else [messages[-1]])
-
-
-def test_training_runs(tokenizer, heldout):
-    torch.manual_seed(0)
-    options = Options(steps=4, batch_tokens=512, block=128, long_block=256, warmup=1, eval_every=2)
-    tiny = Stream(heldout.tokens[:1024], heldout.starts[:1024])
-    curve = train(build_model(tokenizer), tiny, tiny, options)
-    assert [point.tokens for point in curve] == [1024, 2048]
-    assert curve[1].heldout_ppl < curve[0].heldout_ppl < len(tokenizer)

@@ -600,7 +600,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], list[str], int, str]] = {
     "dtype": (lambda f: None, ["--dtype", "int8"], 2, "choose keep, float64"),
     "consent": (lambda f: None, ["--allow-drop", "alibi"], 2, "drops nothing of its softmax"),
     "revision": (lambda f: None, ["--revision", "main"], 2, "and a revision (main) is a branch"),
-    "heads": (lambda f: None, ["--keep-heads", "0:0"], 2, "is bidirectional; name layers to keep"),
+    "heads": (lambda f: None, ["--keep-heads", "0:0"], 3, "bidirectional"),
     "push": (lambda f: None, ["--push", "user/repo"], 2, "linearize push DIR user/repo"),
     "inside": (lambda f: None, ["-o", "{source}/linear"], 2, "separate folders"),
     "code": (lambda f: (f / "vae/own.py").write_text(""), [], 3, "its own code (vae/own.py)"),

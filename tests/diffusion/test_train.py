@@ -140,6 +140,11 @@ def test_a_pipeline_is_converted_distilled_evaluated_and_pushed(
     again, _, err = linearize("finetune", path)
     assert again == 0
     assert "is finished already" in err
+    # Its folder is a run's, as of any model.
+    rows = json.loads(linearize("runs", tmp_path, "--json")[1])
+    assert [(row["unit"], row["tokens"], row["at"]) for row in rows] == [("latents", 30 * 4 + 30 * 4, "finished")]
+    assert linearize("report", tmp_path / "run")[0] == 0
+    assert "linearize eval" not in (tmp_path / "run" / "report.html").read_text()
     # What the run said of it, said of the saved folder.
     monkeypatch.setattr("linearize.terminal.progress.SHOWN_AFTER", 0.0)
     monkeypatch.setattr("linearize.terminal.progress.LINE_EVERY", 0.0)
@@ -224,13 +229,14 @@ def test_a_run_goes_on_where_it_was_interrupted(
             with monkeypatch.context() as broken:
                 broken.setattr(train.Distiller, "match", stop)
                 assert linearize("finetune", path)[0] == Exit.INTERRUPTED
-                kept = (place / "run" / "state.pt").read_bytes()
+                (state,) = (place / "run" / "checkpoints").glob("prediction-*/optimizer.pt")
+                kept = state.read_bytes()
                 for broken in (b"", kept[:-100]):
-                    (place / "run" / "state.pt").write_bytes(broken)
+                    state.write_bytes(broken)
                     code, _, err = linearize("finetune", path, "--stage", "prediction")
-                    assert (code, "state.pt is damaged" in " ".join(err.split())) == (Exit.USAGE, True), err
+                    assert (code, "optimizer.pt is damaged" in " ".join(err.split())) == (Exit.USAGE, True), err
                     assert linearize("finetune", path)[0] == Exit.USAGE
-                (place / "run" / "state.pt").write_bytes(kept)
+                state.write_bytes(kept)
                 code, _, err = linearize("finetune", path)
                 assert (code, holds(err, "interrupted", "4")) == (130, True), err
                 assert not (place / "run" / "final").exists()
@@ -274,15 +280,13 @@ def test_a_run_goes_on_with_what_it_began_with(
     path = recipe(tmp_path, tmp_path / "linear", stages=QUICK, more=MORE)
     assert stopped(linearize, monkeypatch, "finetune", path) == Exit.INTERRUPTED
     shard = max((tmp_path / "linear" / "transformer").glob("*.safetensors"))
-    state = tmp_path / "run" / "state.pt"
+    (state,) = (tmp_path / "run" / "checkpoints").glob("*/trained.safetensors")
     kept = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and file != tmp_path / "recipe"}
-    weights = torch.load(state, weights_only=True)["weights"]
-    value = max(weights.values(), key=torch.numel).numpy().tobytes()
     for file, at, message in (
         (tmp_path / "latents" / "0.npy", -1, "changed since this run began: data.train.latents"),
         (tmp_path / "prompts" / "5.npy", -1, "changed since this run began: data.train.prompts"),
         (shard, -1, f"changed since this run began: {shard}"),
-        (state, kept[state].index(value) + 1, f"{state} is damaged"),
+        (state, -1, f"{state} is damaged"),
     ):
         flipped(file, at)
         code, out, err = linearize("finetune", path)
@@ -290,7 +294,7 @@ def test_a_run_goes_on_with_what_it_began_with(
         assert message.replace(" ", "") in "".join(err.split())
         file.write_bytes(kept[file])
     assert {file: file.read_bytes() for file in kept} == kept
-    record = tmp_path / "run" / "inputs.json"
+    record = tmp_path / "run" / "run.json"
     record.write_text(record.read_text().replace(torch.__version__, "1.0"))
     code, _, err = linearize("finetune", path)
     assert code == 0, err

@@ -40,7 +40,7 @@ SECTIONS = [
     "recipe",
     "versions",
 ]
-DRAWN = ["converted", "training", "fidelity", "positions", "needles", "memory"]
+DRAWN = ["training", "fidelity", "positions", "needles", "memory"]
 
 
 @pytest.fixture(scope="module")
@@ -268,9 +268,11 @@ def test_secrets_of_a_recipe_stay_out_of_its_page(run: Path, monkeypatch: pytest
 
 def test_needles_are_drawn_by_depth_where_they_were_measured(run: Path) -> None:
     with_depths = pictures(read_run(run))["needles"]
-    assert "0-20 %" in with_depths.svg()
+    assert "at 10 % of the text" in with_depths.svg()
     (run / "eval.json").write_text(json.dumps(eval_result(depths=False)))
-    assert "0-100 %" in pictures(read_run(run))["needles"].svg()
+    alone = pictures(read_run(run))["needles"].svg()
+    assert "at 50 % of the text" in alone
+    assert "at 10 % of the text" not in alone
 
 
 def test_positions_name_a_trained_length_that_is_recorded_alone(run: Path) -> None:
@@ -461,9 +463,8 @@ def test_finetune_ends_with_a_page_and_with_pictures_in_the_card(root: Path, tmp
     assert json.loads((tmp_path / "run" / "run.json").read_text())["folder"] == str(tmp_path)
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     named = re.findall(r"!\[.+\]\((.+)\)", card)
-    assert named[0] == "pictures/converted.png"
-    assert "![Attention by layer: 1 gsa, 1 softmax" in card
-    assert {"pictures/training.png", "pictures/fidelity.png", "pictures/memory.png"} <= set(named)
+    assert named[0] == "pictures/training.png"
+    assert {"pictures/fidelity.png", "pictures/memory.png"} <= set(named)
     listed = json.loads((tmp_path / "run" / "final" / "linearize.json").read_text())["files"]
     assert all((tmp_path / "run" / "final" / name).is_file() and name in listed for name in named)
 
@@ -525,10 +526,6 @@ def test_ticks_of_a_flat_curve_tell_each_other_apart(values: tuple[float, ...], 
     labels = [node.text for node in ElementTree.fromstring(svg).iter("text") if node.get("text-anchor") == "end"]
     assert len(labels) > 3  # the ticks, and the label of the other axis
     assert len(labels) == len(set(labels))
-    layers = dict(enumerate(values))
-    svg = charts.before_after("t", [*layers], {}, layers, [], "error", log).svg()
-    labels = [node.text for node in ElementTree.fromstring(svg).iter("text") if node.get("text-anchor") == "end"]
-    assert len(labels) == len(set(labels))
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
@@ -548,18 +545,19 @@ def test_a_line_of_many_points_keeps_its_ends_and_its_mean() -> None:
 
 
 def test_hints_and_labels_are_escaped() -> None:
-    drawn = charts.strip("<title>", {0: ('a"<b>', "blue"), 1: ("softmax", "soft")})
+    series = [charts.Series('a"<b>', [(1.0, 2.0), (2.0, 3.0)], "blue", dots=True)]
+    drawn = charts.lines("<title>", series, charts.Axis("x"), charts.Axis("y"))
     root = ElementTree.fromstring(stacked([drawn, drawn]).svg())
     assert any('a"<b>' in (node.text or "") for node in root.iter())
 
 
-def test_eighty_layers_fit_on_a_strip_and_on_an_axis() -> None:
-    drawn = charts.strip("layers", dict.fromkeys(range(80), ("gsa", "blue")))
-    assert drawn.width == charts.WIDTH
-    after = {n: 0.01 * (n + 1) for n in range(80)}
-    chart = charts.before_after("error", list(range(80)), {}, after, [], "error", True)
-    labels = [node.text for node in ElementTree.fromstring(chart.svg()).iter("text")]
-    assert sum(str(label).isdigit() for label in labels) < 40
+def test_eighty_layers_fit_on_an_axis(run: Path) -> None:
+    path = run / "report.json"
+    rows = [{"layer": layer, "relative_mse": 0.01 * (layer + 1), "cosine": 0.9} for layer in range(80)]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layers": rows}))
+    drawn = pictures(read_run(run))["fidelity"]
+    labels = [node.text for node in ElementTree.fromstring(drawn.svg()).iter("text")]
+    assert 10 < sum(str(label).isdigit() for label in labels) < 40
 
 
 def test_a_ratio_that_is_no_number_is_not_called_one() -> None:

@@ -297,7 +297,7 @@ def test_a_race_that_was_stopped_goes_on_and_ends_with_one_table_and_one_page(
     assert len(trained["plan"]["steps"]) == 2
 
     page = Page((folder / "race.html").read_text())
-    assert page.sections == ["table", "perplexity", "kl", "memory", "samples", "methods", "recipe"]
+    assert page.sections == ["table", "perplexity", "kl", "memory", "methods"]
     assert not page.loads
     assert "arXiv 2410.10254" in page.words
     assert "progressive, round 2" in page.words

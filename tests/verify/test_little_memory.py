@@ -14,7 +14,7 @@ from models import HYBRID, Zoo, copied
 from linearize.checkpoint import upgrade
 from linearize.convert import plan_conversion
 from linearize.errors import LinearizeError
-from linearize.verify.reload import FIRST, TOO_LARGE, Room, numbers, room_for, verify
+from linearize.verify.reload import FIRST, TOO_LARGE, Fits, numbers, verify, what_fits
 
 STEPS = "; single steps through a cache equal one pass"
 LOGITS = "; logits equal the source class with mixers"
@@ -46,7 +46,7 @@ def test_one_side_after_the_other(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, nam
     source, folder = zoo.folders(name, HYBRID)
     plan, opened, _ = planned(source, HYBRID)
     left(monkeypatch, 5 * numbers([folder]))
-    assert room_for(folder, plan) == Room(0, False)
+    assert what_fits(folder, plan) == Fits(0, False)
     message = verify(folder, "auto", opened, plan, False)
     assert LOGITS in message
     assert STEPS in message
@@ -72,9 +72,9 @@ def test_the_first_layers_of_each_kind(
     source, folder = zoo.folders(name, layers)
     plan, opened, _ = planned(source, layers)
     left(monkeypatch, 3.9 * numbers([folder]))
-    room = room_for(folder, plan)
-    assert room is not None
-    assert room.layers == needed
+    fits = what_fits(folder, plan)
+    assert fits is not None
+    assert fits.layers == needed
     if not proved:
         return
     message = verify(folder, "auto", opened, plan, False)
@@ -89,7 +89,7 @@ def test_a_wrong_step_is_found_in_the_first_layers(zoo: Zoo, tmp_path: Path, mon
     folder = forgetful(linear, tmp_path / "linear")
     plan, opened, _ = planned(source, HYBRID)
     left(monkeypatch, 3.9 * numbers([folder]))
-    assert room_for(folder, plan) == Room(2, False)
+    assert what_fits(folder, plan) == Fits(2, False)
     with pytest.raises(LinearizeError, match=r"single.*differ"):
         verify(folder, "auto", opened, plan, False)
 
@@ -103,7 +103,7 @@ def test_too_little_for_any_is_said(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
     # One that needs all of its layers to have one of each kind.
     plan, opened, _ = planned(source, "3")
     left(monkeypatch, 3.9 * numbers([folder]))
-    assert room_for(folder, plan) is None
+    assert what_fits(folder, plan) is None
 
 
 @pytest.mark.slow
