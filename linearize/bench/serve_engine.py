@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 # Loads of fewer tokens are measured three times, and the middle figure counts.
 SHORT = 100_000
 

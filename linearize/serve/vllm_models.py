@@ -189,6 +189,7 @@ class StateAttention(nn.Module, MambaBase):
     """
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
+    owner: StateAttention
 
     def __init__(
         self,
