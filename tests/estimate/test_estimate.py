@@ -405,6 +405,20 @@ def test_hours_energy_and_price_add_up(root: Path, tmp_path: Path) -> None:
     assert estimate(Rehearsal(recipe, None, folder, "bf16", gpu=True), unknown).summary()["hours"] is None
 
 
+def test_recorded_steps_wait_less_for_the_host(root: Path, tmp_path: Path) -> None:
+    folder = base(root, "llama")
+
+    def rate(**runtime: Any) -> float | None:
+        recipe = make_recipe(tmp_path, folder, KL, runtime=runtime)
+        return estimate(Rehearsal(recipe, None, folder, "bf16", gpu=True), small(1 << 40)).stages[0].tokens_per_s
+
+    auto, plain = rate(), rate(graphs=False)
+    assert auto is not None
+    assert plain is not None
+    assert auto > 2 * plain
+    assert rate(gradient_checkpointing=True) < auto  # those are not recorded
+
+
 @pytest.mark.parametrize(("given", "found"), [("2.5/h", 2.5), ("3", 3.0), (None, None)])
 def test_a_price(given: str | None, found: float | None) -> None:
     assert per_hour(given) == found
