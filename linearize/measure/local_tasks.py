@@ -19,6 +19,7 @@ from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.documents import TextSource, pieces, rows_of
 from ..errors import LinearizeError, absent, check_file, did_you_mean
+from ..recipe.data import unreadable
 from ..terminal.progress import progress
 from ..verify.child.inputs import most_tokens
 from .compare import EvalRequest
@@ -67,6 +68,8 @@ def parse_local(text: str) -> Local | None:
     if not one.path.is_file():
         check_file(one.path)
         raise absent(one.path, f"--tasks {text}: no such file")
+    if reason := unreadable(one.path.name):
+        raise LinearizeError(f"--tasks {text}: {reason}")
     return one
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import math
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,7 @@ def test_refusals_before_a_model_is_loaded(
     path, empty, prose = write(tmp_path / "rows.jsonl", QUESTION), tmp_path / "none.jsonl", tmp_path / "prose.txt"
     empty.touch()
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    (tmp_path / "rows.jsonl.xz").write_bytes(lzma.compress(path.read_bytes()))
     prose.write_text("Words.")
     for names, message in (
         (f"lambada={path}", ("'lambada_openai'",)),
@@ -188,6 +190,7 @@ def test_refusals_before_a_model_is_loaded(
         (f"piqa={tmp_path / 'row.jsonl'}", ("no such file", "/rows.jsonl'")),
         (f"piqa={tmp_path}", ("no such file",)),
         (f"piqa={path},piqa={tmp_path / 'rows.jsonl.gz'}", ("piqa", "twice")),
+        (f"piqa={tmp_path / 'rows.jsonl.xz'}", (".jsonl.gz", "compressed", "unpack")),
         (f"piqa={empty}", ("no rows",)),
         (f"piqa={prose}", ("question, choices and label",)),
         (f"arc_easy={path},hellaswag={path}", (f"{path}:1", "hellaswag", "ctx")),
