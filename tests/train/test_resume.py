@@ -335,7 +335,8 @@ def test_what_a_run_told_stays_in_the_record(root: Path, tmp_path: Path) -> None
     told = " ".join(json.loads((tmp_path / "run" / "run.json").read_text())["notes"])
     assert "nothing is held out" in told
     assert "nearly random" in told  # which is known after the start
-    assert "nothing is held out" in (tmp_path / "run" / "report.html").read_text()
+    for page in ("report.html", "final/README.md"):
+        assert "nothing is held out" in (tmp_path / "run" / page).read_text()
 
 
 def test_a_run_goes_on_with_another_number_of_workers(
