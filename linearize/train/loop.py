@@ -157,7 +157,7 @@ class StageLoop:
             owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
 
     def _steps(self, start: int) -> None:
-        owner, began, self.since = self.owner, time.monotonic(), start
+        owner, began, self.since = self.owner, time.perf_counter(), start
         later = owner.later(self.number)
         quiet = not owner.accelerator.is_main_process
         unit = unit_of(owner.recipe.data_for(self.stage).train)
@@ -165,7 +165,7 @@ class StageLoop:
             for step in range(start, self.steps):
                 loss, norm, lr, terms = self.step(step)
                 done = step + 1
-                rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
+                rate = (done - start) * self.tokens_per_step / (time.perf_counter() - began)
                 self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
                 seconds = ((self.steps - done) * self.tokens_per_step + later) / rate
                 left = (
