@@ -95,6 +95,9 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
         return _open_gguf(folder, revision, weights)
     try:
         if os.path.isfile(folder):
+            with folder.open("rb") as file:
+                if file.read(4) == b"GGUF":  # some programs keep theirs under other names
+                    return _open_gguf(folder, revision, weights)
             raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
         local = _is_folder(folder)
         if local:
