@@ -134,8 +134,8 @@ def plain(task: str, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         lists = isinstance(keys, list) and isinstance(choices, list) and len(keys) == len(choices)
         if not lists or label not in keys:
             raise LinearizeError(
-                f"{where}: choices of {task} need text and label, two lists of one length, and answerKey is one of the labels; or "
-                "choices is a list of texts, and label the number of the right one"
+                f"{where}: choices of {task} need text and label, two lists of one length, and answerKey is one of the "
+                "labels; or choices is a list of texts, and label the number of the right one"
             )
         label = keys.index(label)
     texts = isinstance(choices, list) and all(isinstance(one, str) and one.strip() for one in choices)
