@@ -131,8 +131,8 @@ def plain(task: str, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if "answerKey" in form:
         named = choices if isinstance(choices, Mapping) else {}
         choices, keys = named.get("text"), named.get("label")
-        lists = isinstance(keys, list) and isinstance(choices, list) and len(keys) == len(choices)
-        if not lists or label not in keys:
+        equal = isinstance(choices, list) and isinstance(keys, list) and len(keys) == len(choices)
+        if not isinstance(keys, list) or not equal or label not in keys:
             raise LinearizeError(
                 f"{where}: choices of {task} need text and label, two lists of one length, and answerKey is one of the "
                 "labels; or choices is a list of texts, and label the number of the right one"
