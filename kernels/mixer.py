@@ -228,7 +228,7 @@ class Mixer(nn.Module):
         super()._apply(fn, recurse)
         for name, value in before.items():
             parameter = self.get_parameter(name)
-            if parameter.dtype in (torch.float16, torch.bfloat16):
+            if parameter.dtype.itemsize < min(value.dtype.itemsize, 4):
                 parameter.data = value.to(parameter.device, torch.float32)
         return self
 

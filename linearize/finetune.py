@@ -105,11 +105,12 @@ def finish(tuner: Finetuner, complete: bool, say: Say) -> dict[str, Any]:
 def save(tuner: Finetuner, report: dict[str, Any], say: Say) -> None:
     """Write the finished model of a run into its folder `final`."""
     recipe, run, student = tuner.recipe, tuner.run, tuner.whole_student
+    record = read_run(run.folder, plan=None if recipe.plain else read_plan(tuner.base))
+    report = report | {"notes": record.notes}
     if recipe.plain:
         save_plain(student(), tuner.base, run.final, recipe, report, say, run.plain_files())
         return
-    pictures = card_pictures(read_run(run.folder, plan=read_plan(tuner.base)))
-    save_final(student(), tuner.base, run.final, recipe, report, say, pictures, run.plain_files())
+    save_final(student(), tuner.base, run.final, recipe, report, say, card_pictures(record), run.plain_files())
 
 
 @contextlib.contextmanager

@@ -15,9 +15,11 @@ in threads.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -38,6 +40,11 @@ _kinds: set[Hashable] = set()
 _warned: set[str] = set()
 # Launches that `_compile_ahead` collects instead of making them.
 _collected: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("collected", default=None)
+# What triton's compiler reads, and who may set it.
+TENSOR_MEMORY_OFF = "DISABLE_MMA_V5"
+_setting = threading.Lock()
+# Earlier versions have no products of several bf16 parts, which some kernels name.
+OLD = triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6)
 
 
 def interpreted() -> bool:
@@ -49,6 +56,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str:
     """Why no kernel can take tensors of a device and dtype; empty when kernels can."""
     if triton is None:
         return "triton is not installed"
+    if OLD:
+        return f"triton {triton.__version__} is older than 3.6"
     if device.type != "cuda" and not interpreted():
         return f"the tensors are on {device}"
     return "" if dtype in (torch.bfloat16, torch.float16, torch.float32) else f"dtype {dtype}"
@@ -112,7 +121,8 @@ def launch(
     if collected is not None:
         collected[key] = partial(_compile, kernel, grid, arguments, keywords, torch.cuda.current_device())
         return
-    compiled = _fitting(lambda keywords: kernel[grid](*arguments, **keywords), keywords, kernel.__name__)
+    with _without_tensor_memory():
+        compiled = _fitting(lambda keywords: kernel[grid](*arguments, **keywords), keywords, kernel.__name__)
     if compiled is not None:  # the interpreter compiles nothing
         _launches[key] = compiled, tuple(constants[name] for name in names)
 
@@ -133,6 +143,26 @@ def _compiled_for(kernel: Any, arguments: tuple[Any, ...], collected: bool) -> l
         else:
             found.append(None if x is None else float)
     return found
+
+
+@contextlib.contextmanager
+def _without_tensor_memory() -> Iterator[None]:
+    """Within: kernels for B200 and its like multiply as those for other GPUs do, unless the user's environment says
+    otherwise. Triton takes tensor memory for products there, of which it has 512 columns: with some versions kernels
+    need more, or do not compile (docs/measurements/kernel-notes.md)."""
+    gpu = None if interpreted() else triton.runtime.driver.active.get_current_target()
+    if gpu is None or gpu.backend != "cuda" or gpu.arch // 10 not in (10, 11):
+        yield
+        return
+    with _setting:
+        if TENSOR_MEMORY_OFF in os.environ:
+            yield
+            return
+        os.environ[TENSOR_MEMORY_OFF] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[TENSOR_MEMORY_OFF]
 
 
 def _fitting(run: Callable[[dict[str, Any]], Any], keywords: dict[str, Any], name: str) -> Any:
@@ -178,8 +208,7 @@ def _compile_ahead(*runs: Callable[[], Any]) -> None:
             run()
     finally:
         _collected.reset(token)
-    triton.runtime.driver.active.get_current_target()  # what triton compiles for itself, once
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with _without_tensor_memory(), ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda compile_one: compile_one(), collected.values()))
 
 

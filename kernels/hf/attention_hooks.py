@@ -319,9 +319,10 @@ def attach(
         site = AttentionSite.from_dict(layer["site"])
         module = _module_of(model, site)
         mixer = mixer_at(mechanisms[layer["mechanism"]], site, layer["options"])
-        mixer.keep_in_fp32()
-        if not any(p.is_meta for p in mixer.parameters()):
-            mixer.reset_parameters()
+        if all(p.numel() for p in mixer.parameters()):  # not where ZeRO-3 has divided them: none is left here
+            mixer.keep_in_fp32()
+            if not any(p.is_meta for p in mixer.parameters()):
+                mixer.reset_parameters()
         precise += [f"{re.escape(f'{_own_path(model, site.path)}.mixer.{name}')}$" for name in mixer.fp32_names()]
         mixer.switch = switch or getattr(module, "config", model.config)
         mixer.attention_function, mixer.position_hooks, mixer.prefix = mixer_attention, position_hooks, prefix_for(spec)

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..checkpoint.source import open_source
 from ..errors import Exit, LinearizeError
+from ..serve.start import is_installed
 
 
 class Load(NamedTuple):
@@ -32,6 +34,8 @@ LOADS = (Load(1, 128), Load(64, 512), Load(32, 16384), Load(8, 65536))
 LOAD = re.compile(r"([1-9][0-9]{,8})x([1-9][0-9]{,8})")
 # Of a sequence, for how many fit.
 HELD = 32768
+# What the reason follows in the log of an engine that exits with 2 or 3.
+REFUSED = "bench serve: "
 
 
 def parse_loads(text: str) -> tuple[Load, ...]:
@@ -76,8 +80,13 @@ def bench_serve(
 ) -> dict[str, Any]:
     """Measure each of `models`, the source first; `options` go to vLLM's engines, `timeout` is seconds for one engine.
 
-    Raises LinearizeError: 4 where vLLM is not installed, 6 for an engine that failed, with the end of its log.
+    Raises LinearizeError: 2 for an option that vLLM has not, 3 for what is no model or vLLM refuses, 4 where vLLM is
+    not installed, 5 for the Hub, 6 for an engine that failed, with the end of its log.
     """
+    if not is_installed("vllm"):
+        raise LinearizeError("bench serve needs vLLM: pip install vllm", Exit.RESOURCE)
+    for model in models:  # before the first of them is measured
+        open_source(model, None, weights=False)
     result: dict[str, Any] = {"loads": [load.name for load in loads], "steps": steps, "models": {}}
     for model in models:
         asked = {"model": model, "loads": [*loads], "steps": steps, "held": HELD, "options": options or {}}
@@ -105,8 +114,8 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         if out.exists():
             return dict(json.loads(out.read_text()))
         end = log.read_text()[-6000:]
-        if done.returncode == Exit.RESOURCE:
-            raise LinearizeError(end.strip(), Exit.RESOURCE)
+        if done.returncode in (Exit.USAGE, Exit.INCOMPATIBLE):
+            raise LinearizeError(f"{asked['model']}: {end.rpartition(REFUSED)[2].strip()}", Exit(done.returncode))
         raise LinearizeError(f"{asked['model']}: its engine failed. Its log ends:\n{end}", Exit.CHECK_FAILED)
 
 

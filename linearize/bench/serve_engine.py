@@ -1,11 +1,15 @@
 """One engine of `linearize bench serve`: python -m linearize.bench.serve_engine '{"model": .., "loads": ..}'."""
 
 import copy
+import dataclasses
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from ..errors import Exit, did_you_mean
+from .serve import REFUSED
 
 # Loads of fewer tokens are measured three times, and the middle figure counts.
 SHORT = 100_000
@@ -65,22 +69,30 @@ def measure(llm: Any, requests: int, tokens: int, steps: int, seed: int) -> dict
     }
 
 
+def refuse(reason: str, code: Exit) -> NoReturn:
+    print(REFUSED + reason, flush=True)
+    sys.exit(code)
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    try:
-        import vllm
-    except ImportError:
-        print("bench serve needs vLLM: pip install vllm")
-        sys.exit(4)
     import torch
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
 
     start, loads = time.perf_counter(), asked["loads"]
-    longest = max([tokens for _, tokens in loads] + [asked["held"]]) + 2 * asked["steps"] + 64
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := next((name for name in asked["options"] if name not in known), None):
+        refuse(f"--engine {unknown}: vLLM has no such option.{did_you_mean(unknown, known)}", Exit.USAGE)
+    longest = max(tokens for _, tokens in loads) + 2 * asked["steps"] + 64
     settings: dict[str, Any] = {
         "trust_remote_code": True, "skip_tokenizer_init": True, "max_model_len": longest,
         "enable_prefix_caching": False, "disable_log_stats": True, **asked["options"],
     }  # fmt: skip
-    llm = vllm.LLM(asked["model"], **settings)
+    try:
+        llm = vllm.LLM(asked["model"], **settings)
+    except ValueError as error:  # such as more tokens than the model takes
+        refuse(f"vLLM refuses it: {error}", Exit.INCOMPATIBLE)
     result: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 1), "loads": {}}
     # What the first requests of a server pay beside the tenth.
     times = [measure(llm, 1, 64, 4, 1000 + i)["first_token_s"] for i in range(10)]

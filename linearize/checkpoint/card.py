@@ -282,7 +282,7 @@ def trained(recipe: Recipe, report: dict[str, Any] | None = None) -> str:
 
 def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     """The table of perplexities, of images with accuracies before them, of maps of how far they are from the teacher's;
-    empty without held-out data."""
+    below it what the run told. Empty without held-out data."""
     rows, teacher = report["stages"], report["teacher_ppl"]
     if not rows:
         return ""
@@ -303,7 +303,8 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     # What the recipe below does not say.
     few = f" --max-steps {report['max_steps']}" if report.get("max_steps") else ""
-    return "\n".join([*lines, "", f"`linearize finetune{few}`, {device}, {versions}, {datetime.date.today()}.", ""])
+    made = f"`linearize finetune{few}`, {device}, {versions}, {datetime.date.today()}."
+    return "\n".join([*lines, "", made, *[f"\n- {note}" for note in report.get("notes", ())], ""])
 
 
 def by_position(found: dict[str, Any] | None) -> list[str]:

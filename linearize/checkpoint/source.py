@@ -95,6 +95,9 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
         return _open_gguf(folder, revision, weights)
     try:
         if os.path.isfile(folder):
+            with folder.open("rb") as file:
+                if file.read(4) == b"GGUF":  # some programs keep theirs under other names
+                    return _open_gguf(folder, revision, weights)
             raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
         local = _is_folder(folder)
         if local:
@@ -187,9 +190,10 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
 def no_model(folder: Path) -> LinearizeError:
     """The error (exit 3) for a folder that is absent or has no config.json; it says where the model may be."""
     if folder.exists():
-        inside = folder / "final"
-        of_run = f". The model of this run is {inside}" if (inside / "config.json").exists() else ""
-        message = f"{folder} has no config.json: not a Transformers model folder{of_run}"
+        inside, files = folder / "final", sorted(folder.glob("*.gguf"))
+        there = f". The model of this run is {inside}" if (inside / "config.json").exists() else ""
+        there = f". A GGUF file is given by its name: {files[0]}" if files else there
+        message = f"{folder} has no config.json: not a Transformers model folder{there}"
     else:
         message = absent(folder, "no such folder").message
     return LinearizeError(message, Exit.INCOMPATIBLE)

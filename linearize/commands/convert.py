@@ -281,7 +281,7 @@ def of_scoring(method: str, text: Path | None, recipe: Any = None) -> dict[str, 
     from ..data.documents import TextSource
     from ..errors import absent, check_file
     from ..plan.keep import check_method
-    from ..recipe.data import SUFFIXES
+    from ..recipe.data import unreadable
 
     if text is None and recipe is not None:
         from ..job.source import scoring_of
@@ -289,8 +289,8 @@ def of_scoring(method: str, text: Path | None, recipe: Any = None) -> dict[str, 
         return choosers(scoring_of(recipe, recipe.convert, say))
     scoring: dict[str, Any] = {"method": check_method(method), "say": say}
     if text is not None:
-        if not text.name.endswith(SUFFIXES):
-            raise LinearizeError(f"--score-text {text}: must be a {', '.join(SUFFIXES)} file")
+        if reason := unreadable(text.name):
+            raise LinearizeError(f"--score-text {text}: {reason}")
         if not text.exists():
             raise absent(text)
         check_file(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.shards import file_size, in_parallel, sha256
 from ..errors import Exit, LinearizeError, absent, check_file
-from ..recipe.data import SUFFIXES
+from ..recipe.data import unreadable
 from ..terminal.progress import Advance, silent
 from .documents import TextSource, rows_of
 
@@ -28,8 +28,8 @@ def identity(source: TextSource) -> list[Any]:
         return [*address, source.demo, hashlib.sha256(texts.encode()).hexdigest()]
     files = list(source.files)
     for file in files:
-        if not file.name.endswith(SUFFIXES):
-            raise LinearizeError(f"{file}: known file types are {', '.join(SUFFIXES)}")
+        if reason := unreadable(file.name):
+            raise LinearizeError(f"{file}: {reason}")
     if source.path and (folder := Path(source.path)).is_dir():
         files = sorted(file for file in folder.rglob("*") if file.is_file())
     elif source.path and folder.is_file():

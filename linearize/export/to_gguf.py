@@ -43,10 +43,15 @@ def check(form: str, config: dict[str, Any], folder: Path, name: str) -> None:
     if text.get("mamba_proj_bias"):
         found.append("biases of q, k and v in linear layers: llama.cpp reads none")
     if (folder / "tokenizer.json").exists():
-        if pre_tokenizer(folder) is None:
+        try:
+            way, size = pre_tokenizer(folder), max(tokens_of(folder)) + 1
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # a file of another program, or damaged
+            message = f"{folder / 'tokenizer.json'} is no tokenizer ({type(error).__name__}). Copy the source's there"
+            raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        if way is None:
             found.append("a tokenizer that does not split text as those of GPT-2, SmolLM, Llama 3 or Qwen")
-        elif max(tokens_of(folder)) >= text["vocab_size"]:
-            found.append(f"a tokenizer of {max(tokens_of(folder)) + 1} tokens beside {text['vocab_size']} embeddings")
+        elif size > text["vocab_size"]:
+            found.append(f"a tokenizer of {size} tokens beside {text['vocab_size']} embeddings")
     elif (folder / "tokenizer.model").exists():
         found.append("a tokenizer without tokenizer.json")
     if found:

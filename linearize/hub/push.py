@@ -144,7 +144,7 @@ def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, 
     if result["limit"] is not None:
         wrong = f"it has {result['limit']} rows of each task, and a card is about all. Leave out --limit"
     elif result["model"] != identity(folder):
-        again = f"linearize eval {quoted(folder)} --tasks .."
+        again = f"linearize eval {quoted(folder)} --tasks NAMES -o {quoted(named)}"
         wrong = f"other weights than those in {folder} were measured. Measure again: {again}"
     if wrong and path is not None:
         raise LinearizeError(f"{named}: {wrong}")

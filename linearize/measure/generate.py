@@ -289,7 +289,7 @@ def generate(
     if compiled:
         style["compile_config"] = CompileConfig()
     torch.manual_seed(sampling.seed)
-    began = time.monotonic()
+    began = time.perf_counter()
     style["logits_processor"] = LogitsProcessorList([Numbers()])
     try:
         with quiet(), loaded.model.teacher() if loaded.teacher else contextlib.nullcontext():
@@ -311,7 +311,7 @@ def generate(
             f"generation_config.json sets ({', '.join(settings)}). Correct or remove that file",
             Exit.INCOMPATIBLE,
         ) from error
-    seconds = time.monotonic() - began
+    seconds = time.perf_counter() - began
     return {
         "prompt": prompt,
         "text": stream.text,

@@ -19,6 +19,7 @@ from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.documents import TextSource, pieces, rows_of
 from ..errors import LinearizeError, absent, check_file, did_you_mean
+from ..recipe.data import unreadable
 from ..terminal.progress import progress
 from ..verify.child.inputs import most_tokens
 from .compare import EvalRequest
@@ -67,6 +68,8 @@ def parse_local(text: str) -> Local | None:
     if not one.path.is_file():
         check_file(one.path)
         raise absent(one.path, f"--tasks {text}: no such file")
+    if reason := unreadable(one.path.name):
+        raise LinearizeError(f"--tasks {text}: {reason}")
     return one
 
 
@@ -128,14 +131,16 @@ def plain(task: str, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if "answerKey" in form:
         named = choices if isinstance(choices, Mapping) else {}
         choices, keys = named.get("text"), named.get("label")
-        if not isinstance(keys, list) or label not in keys:
+        equal = isinstance(choices, list) and isinstance(keys, list) and len(keys) == len(choices)
+        if not isinstance(keys, list) or not equal or label not in keys:
             raise LinearizeError(
-                f"{where}: choices of {task} need text and label, two lists, and answerKey is one of the labels; or "
-                "choices is a list of texts, and label the number of the right one"
+                f"{where}: choices of {task} need text and label, two lists of one length, and answerKey is one of the "
+                "labels; or choices is a list of texts, and label the number of the right one"
             )
         label = keys.index(label)
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
-        raise LinearizeError(f"{where}: the answers of {task} have to be a list of two texts or more")
+    texts = isinstance(choices, list) and all(isinstance(one, str) and one.strip() for one in choices)
+    if not texts or len(choices) < 2:  # an empty one would be certain, and so always the model's choice
+        raise LinearizeError(f"{where}: the answers of {task} have to be two texts or more, and none may be empty")
     if isinstance(label, bool) or not re.fullmatch("[0-9]{1,3}", str(label)) or int(label) >= len(choices):
         raise LinearizeError(
             f"{where}: label of {task} is {str(label)[:40]!r}, and has to be the number of the right answer, 0 to "

@@ -31,7 +31,7 @@ from ..data.documents import cache_alone
 from ..errors import Exit, LinearizeError, absent, did_you_mean, quoted, reason_of, resource_error, undamaged
 from ..hub.download import unanswered
 from ..hub.errors import hub_errors
-from ..terminal.output import say
+from ..terminal.output import counted, say
 from ..terminal.tables import task_rows
 from .compare import EvalRequest
 from .generate import device_memory, load
@@ -116,6 +116,9 @@ def find_tasks(
             )
         if getattr(task, "MULTIMODAL", False):
             raise LinearizeError(f"--tasks {name}: it asks about images, and the model reads text", Exit.INCOMPATIBLE)
+        if few_shot and any(one.name == name for one in local) and len(task.eval_docs) <= few_shot:
+            message = f"--few-shot {few_shot}: the file of {name} has {counted(len(task.eval_docs), 'row')}, and one is"
+            raise LinearizeError(f"{message} the question. Ask for fewer examples, or give more rows")
     rows = max(1, batch_tokens // ROW_TOKENS)
     names = (*others, *(one.name for one in local))
     return Tasks(names, tuple(specs), manager, rows, limit, few_shot, tuple(local), needle)

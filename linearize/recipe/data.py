@@ -32,11 +32,20 @@ CHAT = "chat"  # in place of a file of prompts: the teacher asks, and answers
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
+def unreadable(name: str) -> str:
+    """Why a file of this name is not read as text; empty where it is."""
+    if name.endswith(SUFFIXES):
+        return ""
+    packed = name.endswith((".gz", ".xz", ".bz2", ".zst", ".zip"))
+    remedy = ". It is compressed: unpack it first" if packed else ""
+    return f"must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, not {shown(name)}{remedy}"
+
+
 def _data_file(name: str, info: ValidationInfo) -> str:
-    if not name.endswith(SUFFIXES):
+    if reason := unreadable(name):
         if ((info.context or {}).get("folder", Path()) / Path(name).expanduser()).is_dir():
             raise ValueError(f"{shown(name)} is a folder. Write its files, each by its name")
-        raise ValueError(f"must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, not {shown(name)}")
+        raise ValueError(reason)
     return name
 
 

@@ -190,13 +190,13 @@ class StageLoop:
         )
 
     def _steps(self, start: int) -> None:
-        owner, began, self.since = self.owner, time.monotonic(), start
+        owner, began, self.since = self.owner, time.perf_counter(), start
         later = owner.later(self.number)
         quiet = not owner.accelerator.is_main_process
         unit = unit_of(owner.recipe.data_for(self.stage).train)
 
         def report(done: int, loss: float, norm: float, lr: float, terms: dict[str, float]) -> None:
-            rate = (done - start) * self.tokens_per_step / (time.monotonic() - began)
+            rate = (done - start) * self.tokens_per_step / (time.perf_counter() - began)
             self._log(done, loss=loss, **terms, grad_norm=norm, lr=lr, tokens_per_s=round(rate))
             seconds = ((self.steps - done) * self.tokens_per_step + later) / rate
             left = f"{duration(seconds)} left{' in all' * bool(later)}" if seconds else "evaluation and saving follow"

@@ -148,7 +148,7 @@ def write_own_text(
     batch = batch_of(folder, model, asked, max(width + length, answer_width + asked.length))
     author = Author(model, tokenizer, asked, width, length, batch)
     answerer = Author(model, tokenizer, asked, answer_width, asked.length, batch) if chat else None
-    began, first, empty = time.monotonic(), written, 0
+    began, first, empty = time.perf_counter(), written, 0
     with torch.no_grad(), progress("the teacher's text", asked.tokens) as advance, autocast():
         advance(written)
         while written < asked.tokens:
@@ -174,7 +174,7 @@ def write_own_text(
         vars(model).pop("_compiled_call", None)
         torch.compiler.reset()
         torch.cuda.empty_cache()
-    rate = (written - first) / (time.monotonic() - began)
+    rate = (written - first) / (time.perf_counter() - began)
     say(f"the teacher wrote {short(written - first)} tokens, {rate:,.0f} a second, into {folder}")
 
 

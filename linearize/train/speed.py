@@ -29,11 +29,11 @@ class Speed:
     def resume(self, done: int) -> None:
         """Steps begin, after something else."""
         self.start = done if self.start is None else self.start
-        self.mark = done, time.monotonic()
+        self.mark = done, time.perf_counter()
 
     def note(self, done: int) -> None:
         """So many steps are done, and the device with them."""
-        now, (before, then) = time.monotonic(), self.mark
+        now, (before, then) = time.perf_counter(), self.mark
         self.mark = done, now
         if done == before:
             return

@@ -16,8 +16,8 @@ from linearize.errors import Exit, LinearizeError
 ENGINE = """
 import json, sys
 asked = json.loads(sys.argv[1])
-if asked["options"].get("fail"):
-    print("the card is full"); sys.exit(1)
+if code := asked["options"].get("fail"):
+    print("a traceback"); print("bench serve: the card is full"); sys.exit(code)
 quick = 2.0 if "linear" in asked["model"] else 1.0
 figures = {"step_ms": 3.0 / quick, "written_tokens_s": 1000 * quick, "read_tokens_s": 5e4}
 result = {"start_s": 60.0, "first_request_s": 0.02, "tenth_request_s": 0.01, "fits": {"32768": 100 * quick}}
@@ -28,13 +28,17 @@ open(asked["result"], "w").write(json.dumps(result))
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run ENGINE in place of vLLM."""
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run ENGINE in place of vLLM; the models that were looked for before."""
+    sources: list[str] = []
     script, run = tmp_path / "engine.py", serve.subprocess.run
     script.write_text(ENGINE)
+    monkeypatch.setattr(serve, "is_installed", lambda name: True)
+    monkeypatch.setattr(serve, "open_source", lambda model, *_, **__: sources.append(model))
     monkeypatch.setattr(
         serve.subprocess, "run", lambda command, **more: run([sys.executable, str(script), command[-1]], **more)
     )
+    return sources
 
 
 @pytest.mark.usefixtures("engine")
@@ -49,12 +53,24 @@ def test_a_model_stands_beside_its_source(linearize: Command) -> None:
     assert list(result["models"]) == ["a/source", "a/linear"]
 
 
-@pytest.mark.usefixtures("engine")
-def test_a_failed_engine_says_how_its_log_ends() -> None:
+@pytest.mark.parametrize("code", [Exit.USAGE, Exit.INCOMPATIBLE, Exit.CHECK_FAILED])
+def test_a_failed_engine_says_how_its_log_ends(engine: list[str], code: Exit) -> None:
+    """And nothing else, where it gave its reason."""
     with pytest.raises(LinearizeError) as raised:
-        serve.bench_serve(["m"], options={"fail": True})
-    assert raised.value.code == Exit.CHECK_FAILED
-    assert holds(raised.value.message, "card", "full")
+        serve.bench_serve(["m", "other"], options={"fail": int(code)})
+    assert raised.value.code == code
+    assert holds(raised.value.message, "m:", "card", "full")
+    assert ("traceback" in raised.value.message) == (code == Exit.CHECK_FAILED)
+    assert engine == ["m", "other"]
+
+
+def test_models_are_looked_for_before_the_first_is_measured(
+    linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "is_installed", lambda name: True)
+    monkeypatch.setattr(serve, "run_engine", lambda *_: pytest.fail("an engine was started"))
+    code, _, err = linearize("bench", "serve", tmp_path / "absent", "--source", "demo")
+    assert (code, "absent" in err) == (Exit.INCOMPATIBLE, True), err
 
 
 def test_without_vllm_the_message_names_it(linearize: Command) -> None:

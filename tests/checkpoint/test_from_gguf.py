@@ -89,6 +89,8 @@ def test_a_file_is_converted_as_transformers_reads_it(
 ) -> None:
     path = write_gguf(tmp_path / "small.gguf", name, kind)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    (tmp_path / "sha256-1f").symlink_to(path)  # as Ollama keeps files
+    assert open_source(str(tmp_path / "sha256-1f"), None, weights=False).name == "sha256-1f"
     source = open_source(str(path), None)
     assert source.name == "small"
     assert (source.config["rms_norm_eps"], source.config["dtype"]) == (1e-6, "float32")

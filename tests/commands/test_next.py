@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import html
+import json
 import re
 import shlex
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,13 @@ REMEDIES: list[tuple[list[str], list[str], tuple[str, ...]]] = [
     (["report", "runs/one", "--eval", "cut short.json"], [r"eval STUDENT .*? -o '.*?'"], MEASURE),
     (["report", "runs/none"], ["runs"], ()),
     (["generate", "the result", "x", "--device", "cuda"], ["doctor"], ()),
+    (["race", "demo", "model.base=../a model"], [r"race '.*?' --recipe demo"], ("--dry-run",)),
+    (["verify", "an old one"], [r"upgrade '.*?'"], ()),
+    (
+        ["push", "the result", "user/name", "--dry-run", "--eval", "of another.json"],
+        [r"eval 'the result' --tasks NAMES -o '.*?'"],
+        (),
+    ),
     (["report", "runs/one"], [r"eval \S+ --recipe .*? -o \S+\.json", r"report runs/one"], MEASURE),
 ]
 
@@ -159,7 +168,14 @@ def test_commands_in_messages_run_as_they_are_printed(elsewhere: Path, linearize
         code, _, err = linearize(*words)
         assert code == 0, err
     (elsewhere / "cut short.json").write_text('{"student": "x", "tea')
+    (elsewhere / "rows.jsonl").write_text('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0}\n')
+    measured = {"student": "x", "model": "0" * 64, "limit": None, "harness": "0.4", "teacher": None, "tasks": []}
+    (elsewhere / "of another.json").write_text(json.dumps(measured))
+    with tarfile.open(Path(__file__).parents[1] / "checkpoint" / "data" / "written-by-0.1.0.tar.xz") as archive:
+        archive.extractall(elsewhere, filter="data")
+    (elsewhere / "llama-gsa").rename(elsewhere / "an old one")
     known = {"STUDENT": "the result", "MODEL": "../a model", "model.base=DIR": "model.base=../a model"}
+    known["NAMES"] = "piqa=rows.jsonl"
     wrong = []
     for provoking, patterns, more in REMEDIES:
         code, out, err = linearize(*provoking)

@@ -314,12 +314,18 @@ def test_gguf_has_the_tokenizer(llama: Made, linearize: Command, tmp_path: Path)
     code, _, message = linearize("export", folder, "--as", "gguf", "-o", tmp_path / "out")
     assert code == Exit.INCOMPATIBLE
     assert "257 tokens beside 97 embeddings" in message
+    for damaged in ("{", "{}"):
+        (folder / "tokenizer.json").write_text(damaged)
+        code, _, message = linearize("export", folder, "--as", "gguf", "-o", tmp_path / "out")
+        assert (code, "tokenizer.json" in message) == (Exit.INCOMPATIBLE, True), message
     whole["model"]["vocab"] = {token: i for token, i in whole["model"]["vocab"].items() if i < 90}
     whole["added_tokens"][0]["id"] = 95
     (folder / "tokenizer.json").write_text(json.dumps(whole))
     code, _, message = linearize("export", folder, "--as", "gguf", "-o", tmp_path / "out")
     assert code == 0, message
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.gguf"]
+    code, _, message = linearize("inspect", tmp_path / "out")
+    assert (code, str(tmp_path / "out" / "model.gguf") in message) == (Exit.INCOMPATIBLE, True), message
     fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
     found, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
     assert len(found) == 97

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,33 @@ def test_half_says_what_it_rounds(folders: dict[str, Path], case: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(folders[case], BF16).to(BF16).float().to(torch.float64)
+
+
+def test_what_was_rounded_before_a_move_stays_so(folders: dict[str, Path]) -> None:
+    """DeepSpeed casts the data of all parameters and calls `to(device)`: all have one dtype, as its buffers need."""
+    model = load(folders["gdn"])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(BF16)
+    assert {p.dtype for p in model.to("cpu").parameters()} == {BF16}
+
+
+def test_weights_that_zero_3_divides_while_a_model_is_built_are_left_to_it(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`from_pretrained` under a DeepSpeed config of ZeRO-3 leaves 0 elements of what a module has, once it is built."""
+    kind = type(load(folders["gdn"]))
+    hooks = sys.modules[next(part.__module__ for part in kind.__mro__ if part.__name__ == "Linearized")]
+    plain = hooks.mixer_at
+
+    def divided(*args: Any) -> Any:
+        mixer = plain(*args)
+        for parameter in mixer.parameters():
+            parameter.data = parameter.data.new_empty(0, dtype=BF16)
+        return mixer
+
+    monkeypatch.setattr(hooks, "mixer_at", divided)
+    model = kind(AutoConfig.from_pretrained(folders["gdn"], trust_remote_code=True))
+    assert {(p.numel(), p.dtype) for mixer in mixers_of(model).values() for p in mixer.parameters()} == {(0, BF16)}
 
 
 def test_gates_add_up_in_float32(folders: dict[str, Path]) -> None:

@@ -175,9 +175,18 @@ def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int, D: int) -> No
 def test_triton_versions_that_were_not_checked_sweep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from linearize_kernels.gsa import config
 
-    for version, sweeps in (("3.6.0", True), ("3.5.1", False)):
+    for version, sweeps in (("3.6.0", True), ("3.7.1", False)):
         monkeypatch.setattr(config.triton, "__version__", version)
         assert bool(config.choose((9, 0), 227 * 1024, 128, 128, 128, torch.bfloat16).sweep) == sweeps
+
+
+def test_kernels_leave_calls_to_pytorch_where_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.4 and 3.5 know no product of several bf16 parts, and compile some kernels of `mhla` and `la` to an error."""
+    from linearize_kernels.gpu import launch
+
+    assert not launch.OLD
+    monkeypatch.setattr(launch, "OLD", True)
+    assert "older than 3.6" in launch.unavailable(torch.device("cuda"), torch.bfloat16)
 
 
 def test_a_short_call_of_few_slots_does_not_sweep() -> None:

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-CASES = ("again", "ahead", "ints", "sizes", "kinds", "alignment", "stages", "failure")
+CASES = ("again", "ahead", "ints", "sizes", "kinds", "alignment", "stages", "blackwell", "failure")
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def main(case: str) -> None:
     from linearize_kernels.gpu import launch
     from linearize_kernels.gpu.triton_helpers import jit
 
-    shared = 232448
+    shared, capability = 232448, 90
     launched: list[tuple[object, ...]] = []
     compiled: list[str] = []
 
@@ -63,7 +63,7 @@ def main(case: str) -> None:
         launcher_cls, utils = Launcher, Utilities()
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self) -> int:
             return 0
@@ -90,6 +90,18 @@ def main(case: str) -> None:
 
     def later(x: torch.Tensor) -> None:
         assert once(x, True).is_meta
+
+    @jit
+    def product(p_x, p_y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        o = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        b_y = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for i in range(n):
+            b_x = tl.load(p_x + i * BLOCK * BLOCK + o)
+            b_y += tl.dot(b_x, b_x)
+        tl.store(p_y + o, b_y)
+
+    def three(x: torch.Tensor) -> None:
+        launch.launch(product, (1,), x, x, 9, num_warps=4, num_stages=3, BLOCK=64)
 
     x = torch.randn(16)
     if case == "again":  # the same launch, whichever way it was found
@@ -132,19 +144,6 @@ def main(case: str) -> None:
         operator(torch.randn(17)[1:])
         assert len({id(a[0]) for a in launched}) == 2
     elif case == "stages":  # where buffers do not fit, fewer do, and one warning says so
-
-        @jit
-        def product(p_x, p_y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-            o = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            b_y = tl.zeros([BLOCK, BLOCK], tl.float32)
-            for i in range(n):
-                b_x = tl.load(p_x + i * BLOCK * BLOCK + o)
-                b_y += tl.dot(b_x, b_x)
-            tl.store(p_y + o, b_y)
-
-        def three(x: torch.Tensor) -> None:
-            launch.launch(product, (1,), x, x, 9, num_warps=4, num_stages=3, BLOCK=64)
-
         operator, shared = launch.entry(three), 20000
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -152,6 +151,19 @@ def main(case: str) -> None:
                 operator(torch.randn(n).half())
         assert sum("product needs more shared memory" in str(one.message) for one in told) == 1
         assert len(launched) == 3
+    elif case == "blackwell":  # no tensor memory there, ahead of a launch and at one; whoever sets the variable has it
+        capability = 100
+
+        def codes() -> list[bool]:
+            return ["tcgen05" in kernel.asm["ptx"] for kernel, _ in launch._launches.values()]
+
+        launch.entry(three)(torch.randn(4096).half())
+        three(torch.randn(4096).bfloat16())
+        assert codes() == [False, False]
+        assert launch.TENSOR_MEMORY_OFF not in os.environ
+        os.environ[launch.TENSOR_MEMORY_OFF] = "0"
+        three(torch.randn(4096))
+        assert codes()[2]
     else:  # what a compiler says in a thread reaches the caller
 
         @jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import math
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,14 @@ def log_likelihoods(folder: Path, texts: list[str]) -> list[float]:
         ("piqa", {**QUESTION, "label": 2}, ("label", "'2'", "0 to 1")),
         ("piqa", {**QUESTION, "label": -1}, ("label", "'-1'")),
         ("piqa", {**QUESTION, "label": True}, ("label", "'True'")),
-        ("piqa", {**QUESTION, "choices": ["one"]}, ("list",)),
+        ("piqa", {**QUESTION, "choices": ["one"]}, ("two",)),
+        ("piqa", {"goal": "a", "sol1": "b", "sol2": " ", "label": 0}, ("empty",)),
         ("arc_easy", {**HUB["arc_easy"], "answerKey": "E"}, ("answerKey",)),
+        (
+            "arc_easy",
+            {"question": "a", "choices": {"text": ["b", "c", "d"], "label": ["A", "B"]}, "answerKey": "B"},
+            ("length",),
+        ),
         ("arc_easy", {"question": "a", "choices": ["b", "c"], "answerKey": "A"}, ("answerKey",)),
         ("hellaswag", {"activity_label": "a", "endings": ["b", "c"], "label": 0}, ("ctx_a", "ctx_b", "ctx")),
         ("hellaswag", {**PLAIN["hellaswag"], "ctx": 3}, ("ctx", "'3'")),
@@ -181,6 +188,7 @@ def test_refusals_before_a_model_is_loaded(
     path, empty, prose = write(tmp_path / "rows.jsonl", QUESTION), tmp_path / "none.jsonl", tmp_path / "prose.txt"
     empty.touch()
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    (tmp_path / "rows.jsonl.xz").write_bytes(lzma.compress(path.read_bytes()))
     prose.write_text("Words.")
     for names, message in (
         (f"lambada={path}", ("'lambada_openai'",)),
@@ -188,6 +196,7 @@ def test_refusals_before_a_model_is_loaded(
         (f"piqa={tmp_path / 'row.jsonl'}", ("no such file", "/rows.jsonl'")),
         (f"piqa={tmp_path}", ("no such file",)),
         (f"piqa={path},piqa={tmp_path / 'rows.jsonl.gz'}", ("piqa", "twice")),
+        (f"piqa={tmp_path / 'rows.jsonl.xz'}", (".jsonl.gz", "compressed", "unpack")),
         (f"piqa={empty}", ("no rows",)),
         (f"piqa={prose}", ("question, choices and label",)),
         (f"arc_easy={path},hellaswag={path}", (f"{path}:1", "hellaswag", "ctx")),
@@ -197,6 +206,8 @@ def test_refusals_before_a_model_is_loaded(
         assert (code, holds(err, *message)) == (Exit.USAGE, True), err
     code, _, err = linearize("eval", folder, "--tasks", f"piqa={path}", "--trials", "2")
     assert (code, holds(err, "--trials")) == (Exit.USAGE, True), err
+    code, _, err = linearize("eval", folder, "--tasks", f"piqa={path}", "--few-shot", "1")
+    assert (code, holds(err, "--few-shot", "piqa", "1 row")) == (Exit.USAGE, True), err
     code, _, err = linearize("eval", folder, "--tasks", f"needle={prose}", "--generate", "2")
     assert (code, holds(err, "--generate")) == (Exit.USAGE, True), err
 

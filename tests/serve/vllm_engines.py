@@ -268,6 +268,24 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[Server]:
             child.wait(60)
 
 
+def misused(server: Server, folder: Path, wanted: dict[str, Any], reference: str) -> None:
+    """The server answers malformed requests with an error, a client that leaves with nothing, and afterwards, without
+    its folder, as before."""
+    for body in (b'{"model": ', b"[]", b"\xff"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        assert 400 <= connection.getresponse().status < 500
+    left = server.open("/v1/completions", stream=True, **{**wanted, "max_tokens": 900})
+    assert left.readline().startswith(b"data: ")
+    left.close()
+    second = [sys.executable, "-m", "linearize", "serve", str(folder), "--port", str(server.port)]
+    taken = subprocess.run(second, capture_output=True, text=True, timeout=120)
+    assert (taken.returncode, str(server.port) in taken.stderr) == (4, True), taken.stderr
+    away = folder.rename(folder.with_name("away"))
+    assert server.post("/v1/completions", **wanted)["choices"][0]["text"] == reference
+    away.rename(folder)
+
+
 PROMPT = "import os\n\n\ndef main():\n"
 
 
@@ -304,6 +322,8 @@ def test_vllm_over_http_streams_and_survives_a_request_that_is_cancelled(demo: P
             assert time.monotonic() - cancelled < 30
             time.sleep(0.1)
         assert server.post("/v1/completions", **wanted)["choices"][0]["text"] == reference
+        misused(server, demo, wanted, reference)
+        assert server.open("/v1/completions", **{**wanted, "prompt": "def main(): pass\n" * 14500}).status == 400
         chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "def"}], max_tokens=4)
         assert chat["choices"][0]["message"]["role"] == "assistant"
 
@@ -316,6 +336,7 @@ def test_transformers_serves_the_same_text(demo: Path, tmp_path: Path) -> None:
         assert text
         events = server.stream("/v1/completions", **wanted)
         assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == text
+        misused(server, demo, wanted, text)
         asked = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 8, "temperature": 0}
         message = server.post("/v1/chat/completions", **asked)["choices"][0]["message"]
         assert message["role"] == "assistant"

@@ -23,7 +23,7 @@ needs_deepspeed = pytest.mark.skipif(
 
 # Else two whole copies would pass for shards.
 PEEK = """
-from linearize.session import Finetuner
+from linearize.train.session import Finetuner
 plain = Finetuner.save
 def save(self, *rest):
     held = [p.numel() for p in self.model.parameters() if hasattr(p, "ds_shape")]
