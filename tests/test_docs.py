@@ -220,6 +220,7 @@ REASONS = {
     r"compare ": "several runs: tests/page/test_compare.py",
     r"logits=|32768|7,15|4,5|3:0|4:1|--layers|--restore": "more layers, tokens or files than the small model has",
     r"push DIR user/repo$": "an upload: tests/hub",
+    r"bench train ": "stages of a recipe, timed: tests/bench",
     r" push sft/final ": "a folder that TRL saved: tests/company",
     r"^(?!README|install|distil|evaluate|serve|how-it-works|works-with|python).* (?:finetune|logits|eval|"
     r"generate) ": "differs from those of the guides in numbers, and each takes seconds",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# The operator of vllm_models.py at which vLLM splits graphs, as it does at attention.
+OPERATOR = "linearize::state_core"
+
 
 class Layers(NamedTuple):
     """Attention layers by number: `linear` ones, module path by number, and those that keep `softmax`; and the key

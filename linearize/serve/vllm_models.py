@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from linearize_kernels.hf.attention_hooks import bind, hidden_name, without_rotation
 
 from .batch import Batch, prompts_of, rehearse, run
-from .folder import layer_types, layers_of
+from .folder import OPERATOR, layer_types, layers_of
 from .merge import merged
 from .shards import shard, shard_spec
 from .states import (
@@ -59,7 +59,6 @@ from .states import (
     softmax_of,
     state_layouts,
 )
-from .vllm_plugin import OPERATOR
 
 # ---------------------------------------------------------------- one layer
 
@@ -172,7 +171,7 @@ def no_core(inputs: list[Tensor | None], outputs: list[Tensor], layer_name: Laye
     """`state_core` where vLLM traces."""
 
 
-# Its name is in vllm_plugin.py, which tells vLLM to split graphs there.
+# vllm_plugin.py tells vLLM to split graphs there.
 LIBRARY = Library(OPERATOR.partition("::")[0], "FRAGMENT")
 direct_register_custom_op(OPERATOR.partition("::")[2], state_core, ["outputs"], no_core, LIBRARY)
 operator = getattr(torch.ops, OPERATOR.partition("::")[0]).state_core

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .folder import is_converted, layer_types, layers_of
+from .folder import OPERATOR, is_converted, layer_types, layers_of
 
 # Architecture name -> class of vllm_models.py, by whether layers or heads keep softmax and whether there are experts.
 NAMES = {
@@ -23,8 +23,6 @@ NAMES = {
     (True, False): "LinearizedHybridForCausalLM",
     (True, True): "LinearizedHybridMoEForCausalLM",
 }
-# The operator of vllm_models.py at which vLLM splits graphs, as it does at attention.
-OPERATOR = "linearize::state_core"
 # Projections of q, k and v in a plan of tensor parallelism, as transformers names them.
 PROJECTION = re.compile(r"\.([qkv]|qkv)_proj$|query_key_value$|c_attn$")
 # What the engine is asked for that linear layers do not do, and why.

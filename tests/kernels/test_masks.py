@@ -223,9 +223,9 @@ def test_opened_rows_of_padding_are_padding(zoo: Zoo, monkeypatch: pytest.Monkey
         return None if mask is None else mask | ~mask.any(-1, keepdim=True)
 
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", opened)
-    monkeypatch.setattr(sys.modules["linearize_kernels.hf.interface"], "is_tracing", lambda mask: not tagged)
+    monkeypatch.setattr(sys.modules["linearize_kernels.hf.interface"], "is_traced", lambda mask: not tagged)
     model, ids = zoo.model("llama", HYBRID), tokens(2, 12)
-    monkeypatch.setitem(carried(model, "interface"), "is_tracing", lambda mask: not tagged)
+    monkeypatch.setitem(carried(model, "interface"), "is_traced", lambda mask: not tagged)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     for cache in (False, True):

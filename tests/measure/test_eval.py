@@ -535,7 +535,7 @@ def test_figures_that_are_easily_misread_have_a_note() -> None:
 def test_text_without_a_recipe_is_named(
     linearize: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "_installed", lambda tests: [corpus.Document("json/a.py", "def f(x):\n    x\n" * 200)])
+    monkeypatch.setattr(corpus, "_installed", lambda: [corpus.Document("json/a.py", "def f(x):\n    x\n" * 200)])
     given = ("--teacher", folder.parent / "source", *SMALL, "data.pack.seq_len=64", "eval.max_tokens=512")
     code, out, err = linearize("eval", folder, *given, "--json")
     assert code == 0, err
