@@ -245,7 +245,8 @@ def student_of(place: Path, source: Path, **changes: Any) -> Any:
         "convert": {"mechanism": "la", "options": {"feature_map": "hedgehog"}},
         "data": {"train": {"files": "a.jsonl"}, "eval": {"files": "b.jsonl"}, "pack": {"seq_len": 40, "rows": "texts"}},
         "stages": stages,
-        "finish": {"verify": False},
+        "eval": {"every_steps": 10, "max_tokens": 400},
+        "finish": {"verify": False, "keep": "best"},
     }
     (place / "recipe.yaml").write_text(json.dumps(value))
     return load_recipe(place / "recipe.yaml")
@@ -262,6 +263,9 @@ def test_an_encoder_learns_its_teachers_vectors(tmp_path: Path, monkeypatch: pyt
         terms = row["cosine"] + 0.5 * row["embedding"] + 2.0 * row["similarity"]
         assert row["loss"] == pytest.approx(terms, rel=1e-4)
     assert sum(row["loss"] for row in rows[-5:]) < 0.8 * sum(row["loss"] for row in rows[:5])
+    errors = [row["eval_error"] for row in lines if "eval_error" in row]
+    assert len(errors) == 5  # of the converted model, the first stage, two of the second, and what is kept
+    assert errors[-1] == min(errors) < 0.8 * errors[0]
     final = Path(report["output"])
     ours = embedded(final, TEXTS)
     model = SentenceTransformer(str(final), trust_remote_code=True, device="cpu")

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from linearize_kernels.hf.attention_hooks import evaluating
 
-from ..data.batches import Batch, Samples, blank, collate, is_dense, is_numbers, real_tokens, targets
+from ..data.batches import Batch, Samples, blank, collate, has_head, is_dense, is_numbers, real_tokens, targets
 from ..data.logits import INDICES, TARGET
 from ..errors import Exit, LinearizeError
 from ..train.chunked_head import logits_of, predictions_of, stretches
-from ..train.losses import IGNORED, cross_entropy
+from ..train.losses import IGNORED, cross_entropy, row_error
 from ..train.predictions import divergence
 from ..train.stages import Listener, listen
 from ..train.student import Student
@@ -73,7 +73,8 @@ class Score(NamedTuple):
     KL(teacher, student) in nats a target; None for the teacher's own.
 
     Of maps of images there are no targets: `agreement` is the share of patches or pixels where student and teacher put
-    the same class first, with `kl` in nats each; of numbers `error` is ||s - t||^2 / ||t||^2, the mean over images.
+    the same class first, with `kl` in nats each; of numbers `error` is ||s - t||^2 / ||t||^2, the mean over images. A
+    model without a head has the error of its last hidden states, the mean over rows.
     """
 
     ppl: float | None
@@ -98,7 +99,7 @@ def note_of_little(student: Score, teacher: Score) -> str:
 
 @torch.no_grad()
 def score(model: Any, data: Iterator[Batch], accelerator: Accelerator, student: Student | None = None) -> Score | None:
-    """Of a model with a head, over every target of every process; None where there is none.
+    """Over every target of every process; None where there is none, and for a model without a head alone.
 
     With a `student`, whose model this is, its teacher, if it has one, reads the same.
     """
@@ -123,6 +124,10 @@ def sums_of(model: Any, batch: Batch, autocast: Callable[[], Any], student: Stud
     theirs = None if student is None else predictions_of(student, batch, autocast, parts)
     for part in parts:
         logits, own = read(part), wanted[:, part]
+        if not has_head(model):
+            if student is not None and theirs is not None:
+                sums[-2:] += _feature_error(logits, theirs(part), batch)
+            continue
         if "pixel_values" in batch and is_dense(logits, batch):
             if student is not None and theirs is not None:
                 sums += _dense_sums(student, logits, theirs(part), batch["valid"])
@@ -134,6 +139,14 @@ def sums_of(model: Any, batch: Batch, autocast: Callable[[], Any], student: Stud
             kl = divergence(student, logits, theirs(part), asked, num_tokens=1.0)
         sums[:4] += torch.stack([loss.double(), hits.double(), kl.double(), asked.sum().double()])
     return sums
+
+
+def _feature_error(ours: Tensor, theirs: Any, batch: Batch) -> Tensor:
+    """The sum over rows of the relative error of hidden states [B,T,hidden] at real tokens, and how many rows: [2]."""
+    real, valid = real_tokens(batch), batch["valid"].any(1)
+    if real is not None:
+        ours, theirs = (x.masked_fill(~real[..., None], 0.0) for x in (ours, theirs))
+    return torch.stack([row_error(ours.flatten(1), theirs.flatten(1), valid, 1.0), valid.sum()]).double()
 
 
 def _dense_sums(student: Student, ours: Tensor, theirs: Any, valid: Tensor) -> Tensor:

@@ -492,7 +492,7 @@ class Track(Strict):
 class Finish(Strict):
     keep: Literal["last", "best"] = "last"
     """best: the weights with the lowest held-out KL among the last stage's evaluations (eval.every_steps), or with the
-    lowest relative error where a model predicts numbers of images."""
+    lowest relative error where a model predicts numbers of images, or has no head."""
     merge_lora: bool = True
     """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft."""
     verify: bool = True

@@ -482,7 +482,7 @@ def defers(accelerator: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 def selection_metric(entry: Mapping[str, Any]) -> float:
     """What an evaluation, as `Finetuner.of_evaluation` has it, is judged by, less being better: KL from the teacher, of
-    maps of numbers the relative error; perplexity where there is neither."""
+    numbers or hidden states the relative error; perplexity where there is neither."""
     return next(float(entry[key]) for key in ("eval_kl", "eval_error", "eval_ppl") if entry.get(key) is not None)
 
 

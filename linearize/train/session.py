@@ -376,9 +376,9 @@ class Finetuner:
 
     def evaluate(self, stage: Stage, *, teacher: Any = None) -> Score | None:
         """Held-out perplexity and accuracy of the model as it is, and its KL from the teacher; or what the `teacher`
-        alone has. None without eval data or a head, and of maps for a teacher alone."""
+        alone has. None without eval data, and of maps or hidden states for a teacher alone."""
         blocks = self.blocks(stage, "eval")
-        if blocks is None or not has_head(self.model):
+        if blocks is None or (teacher is not None and not has_head(self.model)):
             return None
         self.eval_tokens = sample_count(blocks, self.recipe.eval.max_tokens) * blocks.seq_len
         data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
@@ -626,9 +626,6 @@ def check_model(model: Any, recipe: Recipe) -> None:
             own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)
             message = f"{own}data.pack.seq_len is {length}, and {type(model).__name__} takes at most {most} tokens"
             raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
-    if recipe.finish.keep == "best" and not has_head(model):
-        message = f"finish.keep best: {type(model).__name__} has no head, and no evaluation. Set it to last"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
     apart = next((s.name for s in recipe.stages if s.chunk_size), None)
     if apart is not None and (reason := obstacle(model)):
         raise LinearizeError(f"{apart}: {reason}; set loss.chunk_size: null", Exit.INCOMPATIBLE)
