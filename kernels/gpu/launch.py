@@ -31,8 +31,8 @@ from torch import Tensor
 from ..layout import once
 from .triton_helpers import load_rows, triton
 
-# Compiled kernels, and what follows their arguments, by what triton compiles for.
-_launches: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+# Compiled kernels, by what triton compiles for.
+_launches: dict[Hashable, Any] = {}
 # Of a kernel, which of its arguments are ints for which triton compiles once, whatever they are.
 _free: dict[int, tuple[bool, ...]] = {}
 _kinds: set[Hashable] = set()
@@ -105,26 +105,25 @@ def launch(
     in its signature; `constants` may hold more than those.
     """
     collected = _collected.get()
+    values = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     key = (
-        id(kernel), num_warps, num_stages, maxnreg, arguments[0].device, *constants.values(),
+        id(kernel), num_warps, num_stages, maxnreg, arguments[0].device, *values,
         *_compiled_for(kernel, arguments, collected is not None),
     )  # fmt: skip
     if known := _launches.get(key):
         if collected is not None:
             return
-        compiled, values = known
-        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+        known[(*grid, 1, 1)[:3]](*arguments, *values)
         return
-    names = kernel.arg_names[len(arguments) :]
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
-    keywords = {name: constants[name] for name in names} | options
+    keywords = dict(zip(kernel.arg_names[len(arguments) :], values, strict=True)) | options
     if collected is not None:
         collected[key] = partial(_compile, kernel, grid, arguments, keywords, torch.cuda.current_device())
         return
     with _without_tensor_memory():
         compiled = _fitting(lambda keywords: kernel[grid](*arguments, **keywords), keywords, kernel.__name__)
     if compiled is not None:  # the interpreter compiles nothing
-        _launches[key] = compiled, tuple(constants[name] for name in names)
+        _launches[key] = compiled
 
 
 def _compiled_for(kernel: Any, arguments: tuple[Any, ...], collected: bool) -> list[Hashable]:

@@ -138,6 +138,15 @@ def main(case: str) -> None:
             once(y, twice)
             once(y, twice)
         assert len({id(a[0]) for a in launched}) == len(compiled) == 4
+
+        @jit
+        def pair(p_x, FIRST: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]
+            tl.store(p_x + tl.arange(0, FIRST), SECOND)
+
+        # Constants are told apart by their names, in whatever order they come.
+        launch.launch(pair, (1,), x, num_warps=1, FIRST=16, SECOND=8)
+        launch.launch(pair, (1,), x, num_warps=1, SECOND=16, FIRST=8)
+        assert len(compiled) == 6
     elif case == "alignment":  # tensors that start off 16 bytes may not run what was compiled for aligned ones
         operator = launch.entry(once)
         operator(x)
@@ -155,7 +164,7 @@ def main(case: str) -> None:
         capability = 100
 
         def codes() -> list[bool]:
-            return ["tcgen05" in kernel.asm["ptx"] for kernel, _ in launch._launches.values()]
+            return ["tcgen05" in kernel.asm["ptx"] for kernel in launch._launches.values()]
 
         launch.entry(three)(torch.randn(4096).half())
         three(torch.randn(4096).bfloat16())
