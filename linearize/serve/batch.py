@@ -128,8 +128,9 @@ def forms(total: int) -> list[list[int]]:
     prompt and several, of all orders of length, multiples of 16 tokens and others."""
     found = [[2], [16], [19], [16, 16], [17, 20]]
     for length in (*(40 << n for n in range(total.bit_length())), total):
-        found += [[length], [length // 16 * 16]]
+        found += [[length], [max(2, length - 3)]]
         for parts in (2, 5):
             one = max(2, min(length // parts, LONG - 1))
             found.append([one] * (length // one))
-    return [lengths for lengths in found if sum(lengths) <= total]
+    # Long ones are cut alike, into whatever number of parts.
+    return [[*lengths] for lengths in dict.fromkeys(map(tuple, found)) if sum(lengths) <= total]

@@ -81,18 +81,24 @@ def test_padding_and_the_room_of_the_cache_leave_no_trace(teacher: Any) -> None:
         assert [ids for ids, _ in author.write(prompts, 0)] == expected
 
 
-def test_a_writer_that_was_killed_goes_on(teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = write(teacher, tmp_path / "whole")
+def interrupting(patch: pytest.MonkeyPatch) -> list[int]:
+    """Interrupt the writing of the second batch; the seeds of all batches."""
     real, calls = own_text.Author.write, list[int]()
 
-    def killed(self: Any, prompts: Any, seed: int) -> Any:
+    def write_one(self: Any, prompts: Any, seed: int) -> Any:
         calls.append(seed)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return real(self, prompts, seed)
 
+    patch.setattr(own_text.Author, "write", write_one)
+    return calls
+
+
+def test_a_writer_that_was_killed_goes_on(teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = write(teacher, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(own_text.Author, "write", killed)
+        interrupting(patch)
         with pytest.raises(KeyboardInterrupt):
             write(teacher, tmp_path / "part", batch=3)
     assert len(shards_of(tmp_path / "part")) == 1
@@ -169,15 +175,7 @@ def test_a_run_without_data(root: Path, tmp_path: Path) -> None:
 def test_what_was_written_stays_where_the_run_is_interrupted(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = own_text.Author.write, list[int]()
-
-    def interrupted(self: Any, prompts: Any, seed: int) -> Any:
-        calls.append(seed)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(self, prompts, seed)
-
-    monkeypatch.setattr(own_text.Author, "write", interrupted)
+    calls = interrupting(monkeypatch)
     recipe = recipe_of(tmp_path, root, stage("logit_kl", steps=1))
     with pytest.raises(KeyboardInterrupt):
         finetune(recipe, say=lambda line: None)
