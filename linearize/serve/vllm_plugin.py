@@ -142,6 +142,8 @@ class Settings:
 
 # Of a GPU's memory beside the weights, what states may take; the rest is for activations, graphs and keys.
 FOR_STATES = 0.75
+# The largest block of vLLM's attention kernels; most take 16 tokens.
+BLOCK_TOKENS = 128
 
 
 def most_sequences(vllm_config: Any) -> int | None:
@@ -159,6 +161,11 @@ def most_sequences(vllm_config: Any) -> int | None:
         weights //= vllm_config.parallel_config.tensor_parallel_size
         room = FOR_STATES * (cache.gpu_memory_utilization * current_platform.get_device_total_memory() - weights)
     places, size = memory_of(vllm_config)
+    # vLLM fills a state up to whole blocks of the keys and values that a kept layer has of so many tokens.
+    asked = vllm_config.model_config
+    heads = asked.get_num_kv_heads(vllm_config.parallel_config)
+    block = BLOCK_TOKENS * 2 * heads * asked.get_head_size() * asked.dtype.itemsize
+    size = -(-size // block) * block
     return max(1, int(room) // (size * len({place.owner for place in places.values()})) - 1)
 
 

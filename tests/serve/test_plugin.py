@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from conftest import holds
 
@@ -217,16 +218,18 @@ def test_nothing_but_the_plugin_imports_vllm() -> None:
 
 def test_no_more_sequences_are_admitted_than_states_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM refuses to start where its default of 256 or 1,024 sequences has no room for their states."""
-    gpu = SimpleNamespace(is_cuda_alike=lambda: True, get_device_total_memory=lambda: 10_000)
+    gpu = SimpleNamespace(is_cuda_alike=lambda: True, get_device_total_memory=lambda: 100_000)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=gpu))
     places = {0: Place(0, 0), 2: Place(2, 0), 3: Place(0, 50)}
     models = SimpleNamespace(memory_of=lambda config: (places, 100))
     monkeypatch.setitem(sys.modules, "linearize.serve.vllm_models", models)
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     asked = engine(cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None))
-    asked.model_config = SimpleNamespace(model=str(tmp_path))
-    assert vllm_plugin.most_sequences(asked) == int(0.75 * (5000 - 1000)) // 200 - 1
-    asked.cache_config.kv_cache_memory_bytes = 2000
-    assert vllm_plugin.most_sequences(asked) == 9
+    tokens = dict(get_num_kv_heads=lambda parallel: 1, get_head_size=lambda: 4, dtype=torch.bfloat16)
+    asked.model_config = SimpleNamespace(model=str(tmp_path), **tokens)
+    block = 128 * 2 * 4 * 2  # a state of 100 bytes takes a block of keys and values
+    assert vllm_plugin.most_sequences(asked) == int(0.75 * (50_000 - 1000)) // (2 * block) - 1
+    asked.cache_config.kv_cache_memory_bytes = 100_000
+    assert vllm_plugin.most_sequences(asked) == 100_000 // (2 * block) - 1
     gpu.is_cuda_alike = lambda: False
     assert vllm_plugin.most_sequences(asked) is None
