@@ -225,7 +225,7 @@ def test_no_more_sequences_are_admitted_than_states_fit(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "linearize.serve.vllm_models", models)
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     asked = engine(cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None))
-    tokens = dict(get_num_kv_heads=lambda parallel: 1, get_head_size=lambda: 4, dtype=torch.bfloat16)
+    tokens = {"get_num_kv_heads": lambda parallel: 1, "get_head_size": lambda: 4, "dtype": torch.bfloat16}
     asked.model_config = SimpleNamespace(model=str(tmp_path), **tokens)
     block = 128 * 2 * 4 * 2  # a state of 100 bytes takes a block of keys and values
     assert vllm_plugin.most_sequences(asked) == int(0.75 * (50_000 - 1000)) // (2 * block) - 1
