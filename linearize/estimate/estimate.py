@@ -21,6 +21,7 @@ from ..recipe.data import DemoSource, FileSource, TeacherSource, holds_images, l
 from ..recipe.recipe import AttentionTransfer, Recipe, Stage
 from ..terminal.output import size
 from ..train.chunked_head import obstacle
+from ..train.compiled import compiles, saved_seconds
 from ..train.graphs import unrecordable
 from ..train.runs import processes
 from ..train.runtime import stage_steps
@@ -143,6 +144,10 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
         plain = unrecordable(recipe, stage, torch.device("cuda"), processes(), kind_of(rehearsal.model))
         recorded = recipe.runtime.graphs is not False and not plain
         seconds = step_seconds(stage, memory, device, rehearsal.precision, recorded)
+        if seconds is not None and compiles(
+            recipe, stage, rehearsal.model, torch.device(device.kind), processes(), tokens or 0
+        ):
+            seconds -= min(saved_seconds(rehearsal.model, blocks * length), seconds / 2)
         rate = None if seconds is None else blocks * processes() * length / seconds
         hours = None if rate is None or tokens is None else tokens / rate / 3600
         found.append(StageCost(stage, memory, steps, tokens, rate, hours))

@@ -89,9 +89,11 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
         optimizer.zero_grad(set_to_none=graphed is None)
 
     counted = Products()
-    with counted if gpu and not step.recipe.runtime.compile else contextlib.nullcontext():
+    compiled, step.compiled = step.compiled, contextlib.nullcontext  # compiled layers show no products
+    with counted if gpu else contextlib.nullcontext():
         one_step(advance)
-    for _ in range(PLAIN_STEPS + 1 if graphed else 0):
+    step.compiled = compiled
+    for _ in range(PLAIN_STEPS + 1 if graphed else int(compiled is not contextlib.nullcontext)):
         one_step()
     wait()
     began = time.perf_counter()

@@ -16,10 +16,10 @@ from ..data.batches import Batch, has_head, kind_of
 from ..data.logits import StoredLogits, empty_rows
 from ..measure.evaluate import sums_of
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
-from ..train.compiled import CompiledLayers
+from ..train.compiled import CompiledLayers, compiles
 from ..train.loop import set_checkpointing, set_training
 from ..train.offload import Host, offloaded
-from ..train.runtime import caches_casts
+from ..train.runtime import caches_casts, stage_steps
 from ..train.stages import end_to_end_loss, transfer_loss
 from ..train.student import Student
 from ..verify.child.inputs import make_inputs
@@ -52,8 +52,12 @@ class Step:
         set_checkpointing(self.student.model, self.recipe.runtime.gradient_checkpointing and not self.transfers)
 
     def compile(self) -> None:
-        """Compile what the recipe asks for, which takes a device and time; what is only counted is as in Python."""
-        if self.recipe.runtime.compile and not self.transfers:
+        """Compile what a run of the recipe would, which takes a device and time; what is only counted is as in
+        Python."""
+        model, blocks = self.student.model, self.stage.batch.blocks
+        length = self.recipe.data_for(self.stage).pack.seq_len
+        tokens = (stage_steps(self.stage, blocks, length, None) or 0) * blocks * length
+        if compiles(self.recipe, self.stage, model, next(model.parameters()).device, 1, tokens):
             self.compiled = CompiledLayers(self.student.model).on
 
     def batch(self, documents: int = 1) -> Batch:

@@ -53,7 +53,7 @@ def read_config(recipe: Recipe, precision: str) -> dict[str, Any] | None:
         f"DeepSpeed ZeRO stage {stage} is not supported: launch with --zero_stage 3, {INSTEAD}": stage != 3,
         "DeepSpeed's offloading is not supported: launch with --offload_optimizer_device none "
         "--offload_param_device none": any(device not in (None, "none") for device in away),
-        "DeepSpeed with runtime.compile is not supported: set runtime.compile: false": recipe.runtime.compile,
+        "DeepSpeed with runtime.compile is not supported: set runtime.compile: false": recipe.runtime.compile is True,
         "DeepSpeed with runtime.precision fp16 is not supported: use bf16": precision == "fp16",
     }
     for message, found in refused.items():

@@ -33,7 +33,7 @@ from ..recipe.data import unit_of
 from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, OnPolicyKL, Stage
 from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
-from .compiled import CompiledLayers
+from .compiled import CompiledLayers, compiles
 from .drop_path import dropping
 from .fsdp import like, reshard, whole
 from .graphs import LEAST_STEPS, PLAIN_STEPS, GraphedSteps, unrecordable
@@ -144,8 +144,6 @@ class StageLoop:
         if self.replicated:
             self.wrapped = accelerator.prepare_model(owner.model)
         self.compiled: Callable[[], Any] = contextlib.nullcontext
-        if not self.transfers and owner.recipe.runtime.compile:
-            self.compiled = CompiledLayers(owner.model).on
         set_checkpointing(owner.model, owner.recipe.runtime.gradient_checkpointing and not self.transfers)
         self.saving: Callable[[], Any] = contextlib.nullcontext
         if owner.recipe.runtime.offload_activations:
@@ -165,6 +163,10 @@ class StageLoop:
         owner = self.owner
         self.read_ahead(start)
         self.graphed = self._graphs(start)
+        tokens = (self.steps - start) * self.tokens_per_step
+        if compiles(owner.recipe, self.stage, owner.model, owner.device, owner.accelerator.num_processes, tokens):
+            owner.say(f"{self.stage.name}: layers are compiled, which takes about a minute (runtime.compile)")
+            self.compiled = CompiledLayers(owner.model).on
         try:
             with dropping(owner.model, self.stage.drop_path if isinstance(self.stage, SFT) else 0.0):
                 self._steps(start)
@@ -214,7 +216,9 @@ class StageLoop:
                     if self._after(done):
                         break
                     self.speed.resume(done)
-        if line := self.speed.line(self.tokens_per_step, unit, self.graphed is not None and self.graphed.checked):
+        how = ["compiled"] if self.compiled is not contextlib.nullcontext else []
+        how += ["as CUDA graphs"] if self.graphed is not None and self.graphed.checked else []
+        if line := self.speed.line(self.tokens_per_step, unit, how):
             owner.say(f"{self.stage.name}: {line}")
 
     def _due(self, done: int) -> bool:
@@ -326,13 +330,14 @@ class StageLoop:
     @contextlib.contextmanager
     def _counted(self, step: int, number: int) -> Iterator[None]:
         """Within: on a GPU the products of a micro batch are counted, once, when its kernels are compiled. Layers that
-        torch.compile made do not show theirs."""
-        gpu = self.owner.device.type == "cuda" and not self.owner.recipe.runtime.compile
-        if step != self.since + 1 or number or not gpu:
+        torch.compile made do not show theirs, so this one runs in Python."""
+        if step != self.since + 1 or number or self.owner.device.type != "cuda":
             yield
             return
+        compiled, self.compiled = self.compiled, contextlib.nullcontext
         with Products() as counted:
             yield
+        self.compiled = compiled
         self.speed.flops = counted.flops * self.stage.batch.gradient_accumulation_steps
 
     def _add_gradients(self) -> None:

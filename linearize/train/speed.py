@@ -45,7 +45,7 @@ class Speed:
         """How many steps take that long, from 1 to `most`."""
         return max(1, min(most, int(seconds / self.last))) if self.last else 1
 
-    def line(self, tokens_per_step: int, unit: str, graphed: bool) -> str:
+    def line(self, tokens_per_step: int, unit: str, how: list[str]) -> str:
         """One line on a stage that ran on a GPU; empty where it was too short, or there is none."""
         if not self.steps or not torch.cuda.is_available():
             return ""
@@ -53,7 +53,7 @@ class Speed:
         rate = card_flops()
         if self.flops and rate:
             found += f", {percent(self.flops * self.steps / self.seconds / rate)} of the card's products"
-        return f"{found}, as CUDA graphs" if graphed else found
+        return ", ".join([found, *how])
 
 
 class Products(TorchDispatchMode):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from models import convert_folder, small_model
 from torch import nn
 from training import BASES, base, byte_tokenizer, make_recipe, metrics, stage, tensors, train
@@ -16,7 +18,8 @@ from training import BASES, base, byte_tokenizer, make_recipe, metrics, stage, t
 from linearize import api
 from linearize.estimate.measure import measure_stages
 from linearize.estimate.memory import Rehearsal
-from linearize.train.compiled import CompiledLayers
+from linearize.recipe.recipe import Recipe
+from linearize.train.compiled import CompiledLayers, compiles
 from linearize.train.save import load_converted
 
 KL = stage("logit_kl", "all")
@@ -44,6 +47,43 @@ def near(first: Path, second: Path) -> None:
     for name, weight in ours.items():
         # Adam makes whole steps of gradients that are rounding.
         assert (weight - theirs[name]).abs().max() < 5e-3, name
+
+
+@pytest.mark.parametrize(
+    ("change", "processes", "tokens", "expected"),
+    [
+        ({}, 1, 30_000_000, True),
+        ({}, 1, 3_000_000, False),
+        ({}, 4, 30_000_000, False),
+        ({"compile": False}, 1, 30_000_000, False),
+        ({"compile": True}, 4, 1, True),
+        ({"device": "cpu"}, 1, 30_000_000, False),
+        ({"drop_path": 0.1}, 1, 30_000_000, False),
+        ({"kind": "attention_transfer", "compile": True}, 1, 30_000_000, False),
+    ],
+)
+def test_auto_compiles_where_a_long_stage_on_one_gpu_wins_it_back(
+    change: dict[str, Any], processes: int, tokens: int, expected: bool
+) -> None:
+    """Of a model with 30 layers of 576."""
+    kind = change.get("kind", "sft")
+    own = {"drop_path": change["drop_path"]} if "drop_path" in change else {}
+    made = {
+        "kind": kind,
+        "train": ["new"] if kind == "attention_transfer" else ["all"],
+        "tokens": "1M",
+        "optimizer": {"lr": 1e-4},
+        **own,
+    }
+    recipe = Recipe.model_validate(
+        {"version": 1, "name": "r", "model": {"base": "m"}, "convert": {"mechanism": "gla"},
+         "data": {"train": {"demo": "packages"}}, "stages": [made],
+         "runtime": {"compile": change.get("compile", "auto")}}
+    )  # fmt: skip
+    config = transformers.LlamaConfig(num_hidden_layers=30, hidden_size=576)
+    device = torch.device(change.get("device", "cuda"))
+    model = SimpleNamespace(config=config, main_input_name="input_ids", can_generate=lambda: True)
+    assert compiles(recipe, recipe.stages[0], model, device, processes, tokens) is expected
 
 
 @pytest.mark.slow
