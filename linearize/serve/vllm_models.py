@@ -38,7 +38,9 @@ from vllm.v1.attention.backends.utils import (
     mamba_get_block_table_tensor,
     split_decodes_and_prefills,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from linearize_kernels.hf.attention_hooks import bind, hidden_name, without_rotation
 
@@ -139,6 +141,34 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
             rows = made.rows[made.fresh].clamp_min(NULL_BLOCK_ID).long()
             for layer in self.layers:
                 layer.kv_cache[0].index_fill_(0, rows, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpec(MambaSpec):
+    """What vLLM's scheduler knows of a group's states."""
+
+
+class StateManager(MambaManager):
+    """Gives each sequence its one row. In every step vLLM's scheduler asks for each of them three times what it needs;
+    here the answer is short: nothing more than what it has, and nothing goes before its end."""
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **more: Any) -> int:
+        if self.req_to_blocks.get(request_id):
+            return 0
+        return super().get_num_blocks_to_allocate(request_id, *args, **more)
+
+    def allocate_new_blocks(self, request_id: str, *args: Any, **more: Any) -> list[Any]:
+        if self.req_to_blocks.get(request_id):
+            return []
+        return super().allocate_new_blocks(request_id, *args, **more)
+
+    def remove_skipped_blocks(self, request_id: str, *args: Any, **more: Any) -> None:
+        """A state has read all tokens; there is none behind a window."""
+
+
+# vLLM leaves its own kinds out where another is registered before them.
+register_all_kvcache_specs(None)
+KVCacheSpecRegistry.register(StateSpec, StateManager, uniform_type_base_spec=MambaSpec)
 
 
 class StateBackend(LinearAttentionBackend):
@@ -243,7 +273,10 @@ class StateAttention(nn.Module, MambaBase):
             self.divided = True
         if self.maps is None and not self.earlier:
             self.maps = merged(self, module.mixer)
-        return super().get_kv_cache_spec(vllm_config) if self.owner is self else None
+        if self.owner is not self:
+            return None
+        found = super().get_kv_cache_spec(vllm_config)
+        return StateSpec(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pre-hook of the attention module: keep the hidden states, which gates read; take rotation away if asked, and

@@ -32,8 +32,11 @@ SWEPT: list[dict[str, Any]] = [
     # Slots that hold single tokens average no rounding away, and little of dg is left where they are overwritten.
     *({"E": 4, "M": 128, "D": 128, "T": T, "special": "turns", "rounded": 8e-3} for T in (1000, 4096)),
     # Sequences are the pieces of a row, and their gradients other kernels' business.
-    *({"E": 4, "M": 128, "D": D, "B": 1, "T": 2000, "cu": [0, 1, 1, 700, 1024, 2000], **more}
-      for D in (64, 128) for more in ({}, {"state": True}, {"state": True, "gate": 30.0})),
+    *(
+        {"E": 4, "M": 128, "D": D, "B": 1, "T": 2000, "cu": [0, 1, 1, 700, 1024, 2000], **more}
+        for D in (64, 128)
+        for more in ({}, {"state": True}, {"state": True, "gate": 30.0})
+    ),
     # In a long row what rounding leaves of dg could add up.
     *({"E": 4, "M": 128, "D": 128, "B": 1, "T": 8192, "gate": gate} for gate in (0.02, 1.0, 30.0)),
 ]

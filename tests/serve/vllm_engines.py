@@ -105,7 +105,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_32_requests_in_random_order_stop_sampling_and_preemption(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
+    from linearize.serve.vllm_models import StateManager
+
+    asked: list[int] = []
+    own = StateManager.get_num_blocks_to_allocate
+
+    def as_vllm(self: Any, *args: Any, **more: Any) -> int:
+        asked.append(own(self, *args, **more))
+        assert asked[-1] == MambaManager.get_num_blocks_to_allocate(self, *args, **more)
+        return asked[-1]
+
+    monkeypatch.setattr(StateManager, "get_num_blocks_to_allocate", as_vllm)
     preempted: list[str] = []
     plain = Scheduler._preempt_request
 
@@ -125,6 +137,7 @@ def test_32_requests_in_random_order_stop_sampling_and_preemption(demo: Path, mo
         outputs = write(llm, [prompts[i] for i in order], 24)
         assert differences(outputs, [references[i] for i in order]) == []
         assert preempted
+        assert {*asked} == {0, 1}
         tokens, _ = references[3]
         stop = tokens[5]
         (stopped,) = write(llm, [prompts[3]], 24, stop_token_ids=[stop])
