@@ -8,7 +8,7 @@ import typer
 
 from ..terminal.arguments import Overrides, check_base
 from ..terminal.output import Json, duration, print_json, say, size
-from ..terminal.progress import starting
+from ..terminal.progress import starting, uncollected
 from ..terminal.tables import asked_for, console, table, unit_of_stages
 
 
@@ -34,7 +34,8 @@ def estimate(
     check_base(overrides or [])
     from ..recipe.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
+    with uncollected():  # a mechanism's options are checked by its code, which imports torch
+        loaded = load_recipe(recipe, overrides or [])
     with starting():
         from ..estimate.gpus import per_hour
         from ..job.dry_run import dry_run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import threading
@@ -127,9 +128,22 @@ def starting(modules: int = MODELS) -> Iterator[None]:
     processes the first one speaks."""
     global _started
     if not sys.stderr.isatty() or int(os.environ.get("RANK", "0")):
-        yield
+        with uncollected():
+            yield
         return
     began = time.monotonic()
-    with progress("starting", modules - len(sys.modules)) as advance, imports(advance):
+    with progress("starting", modules - len(sys.modules)) as advance, imports(advance), uncollected():
         yield
     _started = time.monotonic() - began
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Within: no garbage is collected, and what is there at the end never is. Modules stay: to look through the million
+    objects of torch and transformers again and again as they are imported takes more than a second."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
