@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -146,4 +147,5 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # or packages in C++ say at the end that they were not cleaned up
         gc.enable()
