@@ -66,7 +66,7 @@ def run() -> None:
         main()
     except SystemExit as ended:
         code = int(ended.code or 0)
-    threading._shutdown()  # as Python does: wait for threads, then call what is registered
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python does: wait for threads, then call what is registered
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()

@@ -266,8 +266,8 @@ class Fakes(FakeTensorMode):
     def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
         form = entry.metadata
         attributes = None if form is None else self._attributes.get(form.device)
-        usual = attributes is not None and entry.inplace_idx is None and form.layout is torch.strided
-        if not usual or form.is_conj or form.is_neg:
+        usual = entry.inplace_idx is None and form is not None and form.layout is torch.strided
+        if attributes is None or not usual or form.is_conj or form.is_neg:
             made = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
             if type(made) is FakeTensor and made.constant is None:
                 self._attributes.setdefault(made.fake_device, dict(vars(made)))
