@@ -1,5 +1,5 @@
 """`python -m linearize`, and so `accelerate launch -m linearize`."""
 
-from .cli import main
+from .cli import run
 
-main()
+run()

@@ -5,10 +5,12 @@ torch and transformers are imported inside the commands, so that `--help` answer
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import shlex
 import sys
+import threading
 import traceback
 from inspect import getdoc
 from typing import Annotated
@@ -54,6 +56,24 @@ app = typer.Typer(
 
 # How threads of OpenMP wait for each other, by any of its libraries; each reads its own when torch is imported.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def run() -> None:
+    """`main` as the last act of a process, which ends without taking torch and transformers apart: they have nothing to
+    put away that the system does not, and Python takes more than a second for it."""
+    code = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python does: wait for threads, then call what is registered
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # Python says what it could not write
+        sys.exit(code)
+    os._exit(code)
 
 
 def main() -> None:

@@ -109,6 +109,19 @@ def absent(path: Path, what: str = "no such file", then: str = "") -> LinearizeE
     return LinearizeError(f"{what} {str(path)!r}" + (f".{rest}" if rest else ""))
 
 
+def no_such_run(place: Path) -> LinearizeError:
+    """The error (exit 2) for the folder of a run, or a file with figures, that is not there."""
+    return absent(place) if place.suffix == ".json" else absent(place, "no such run", "linearize runs lists runs")
+
+
+def check_runs(folder: Path) -> None:
+    """Raise LinearizeError (exit 2) unless this is a folder, which may hold runs."""
+    if not folder.is_dir():
+        raise LinearizeError(
+            f"{folder} is no folder. Give the one that holds your runs; linearize finetune makes runs/"
+        )
+
+
 def check_file(path: Path, code: Exit = Exit.USAGE) -> None:
     """Raise LinearizeError with that exit code for a pipe, a socket or a device: reading one may never end."""
     if path.exists() and not path.is_file() and not path.is_dir():

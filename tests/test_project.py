@@ -83,7 +83,7 @@ def test_the_container_installs_and_runs_what_the_package_has() -> None:
     ignored = (ROOT / ".dockerignore").read_text("utf-8").split()
     assert not any(fnmatch(name, pattern.strip("/")) for name in copied for pattern in ignored)
     (entry,) = json.loads(said["ENTRYPOINT"])
-    assert project["project"]["scripts"][entry] == "linearize.cli:main"
+    assert project["project"]["scripts"][entry] == "linearize.cli:run"
     done = CliRunner().invoke(app, json.loads(said["CMD"]))
     assert (done.exit_code, "Usage" in done.output) == (0, True)
     (example,) = re.findall(r"docker run --rm linearize (\w+)", text)

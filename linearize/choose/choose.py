@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
@@ -44,6 +45,9 @@ TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
 SCORE_TOKENS = 4096
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
+# Mixtures that one pass computes, as further rows, at most: launches and Python take most of the time of a small one.
+# And bytes of their logits, on a CPU and on a GPU.
+TOGETHER, LOGITS_TOGETHER = 8, (1 << 28, 1 << 30)
 # What a window of kept softmax costs is measured on the last tokens of so many rows, at least, of LONGEST tokens at
 # most; on more rows where they are short, up to so many last tokens.
 LONG_ROWS, WINDOW_TOKENS = 2, 4096
@@ -102,10 +106,15 @@ class Scorer:
             for batch in batches:
                 teacher = self.mixture.teacher(batch)
                 self.advance(batch["input_ids"].numel())
-                for number, kept in enumerate(sets):
-                    logits = self.mixture.logits(batch, self.mixture.hybrid(kept))
-                    sums[number] += float(logit_kl(logits, teacher, batch["asked"], num_tokens=1.0))
-                    self.advance(batch["input_ids"].numel())
+                size = together(teacher)
+                for start in range(0, len(sets), size):
+                    some = sets[start : start + size]
+                    rows = {name: value.repeat(len(some), 1) for name, value in batch.items()}
+                    logits = self.mixture.logits(rows, self.mixture.hybrids(some, len(teacher)))
+                    parts = logits.split(len(teacher))
+                    kl = [logit_kl(own, teacher, batch["asked"], num_tokens=1.0) for own in parts]
+                    sums[start : start + size] += torch.stack(kl).double().cpu()
+                    self.advance(rows["input_ids"].numel())
             for values, total in zip(found, (sums / max(count, 1)).tolist(), strict=True):
                 values[kind] = total
         return found
@@ -117,6 +126,11 @@ class Scorer:
     def _share(self, values: dict[str, Any]) -> Any:
         parts = [value / max(self.linear[kind], 1e-12) for kind, value in values.items()]
         return sum(parts) / len(parts)
+
+
+def together(logits: Tensor) -> int:
+    """How many mixtures one pass computes, of each of which the logits are so large."""
+    return min(TOGETHER, max(1, LOGITS_TOGETHER[logits.is_cuda] // logits.nbytes))
 
 
 @device_memory()

@@ -44,7 +44,7 @@ from ..train.losses import relative_mse
 from ..train.stages import Calibration, Inputs, Listener
 from ..train.student import Student
 
-Gate = float | Tensor  # a tensor has a number for each key head
+Gate = float | Tensor  # a tensor has a number for each key head: [Hkv], or [B,Hkv] where rows differ
 Units = Sequence[int] | Sequence[Group]  # layers, or heads by layer and key head
 
 
@@ -117,6 +117,19 @@ class Mixture:
         for layer, mixer in self.mixers.items():
             heads = [float((layer, head) in kept) for head in range(mixer.site.kv_heads)]
             gates[layer] = torch.tensor(heads, device=self.model.device) if any(heads) else float(layer in kept)
+        return gates
+
+    def hybrids(self, sets: Sequence[Collection[int] | Collection[Group]], rows: int) -> dict[int, Gate]:
+        """The gates with which each of the `sets` is kept in so many rows of one batch."""
+        each = [self.hybrid(kept) for kept in sets]
+        gates: dict[int, Gate] = {}
+        for layer, mixer in self.mixers.items():
+            own = [one[layer] for one in each]
+            if all(isinstance(gate, float) and gate == own[0] for gate in own):
+                gates[layer] = own[0]
+                continue
+            wide = [torch.as_tensor(gate, device=self.model.device).expand(mixer.site.kv_heads) for gate in own]
+            gates[layer] = torch.stack(wide).repeat_interleave(rows, 0)
         return gates
 
     @contextlib.contextmanager
@@ -199,7 +212,8 @@ def mix(
     """In place of a mixer's attention function: gate times softmax plus the rest of its output, [B,T,H,Dv]."""
     call, gate = mixer.calls[this_thread()], mixture.gates[mixer.site.layer]
     if isinstance(gate, Tensor):
-        gate = gate.repeat_interleave(query.shape[1] // len(gate))[:, None]
+        gate = gate.repeat_interleave(query.shape[1] // gate.shape[-1], -1)[..., None]  # [H,1] or [B,H,1]
+        gate = gate[:, None] if gate.ndim == 3 else gate
     call.used = True
     local = mixture.local.get(mixer.site.layer)
 

@@ -8,7 +8,7 @@ import typer
 
 from ..terminal.arguments import Overrides, check_base
 from ..terminal.output import Json, duration, print_json, say, size
-from ..terminal.progress import starting
+from ..terminal.progress import starting, uncollected
 from ..terminal.tables import asked_for, console, table, unit_of_stages
 
 
@@ -32,14 +32,19 @@ def estimate(
     It reads configs alone, no weights and no data. With --measure it also runs steps.
     """
     check_base(overrides or [])
+    from ..estimate.cards import figures, per_hour
+
+    hourly = per_hour(price)
+    if gpu is not None:
+        figures(gpu)
     from ..recipe.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
+    with uncollected():  # a mechanism's options are checked by its code, which imports torch
+        loaded = load_recipe(recipe, overrides or [])
     with starting():
-        from ..estimate.gpus import per_hour
         from ..job.dry_run import dry_run
 
-    found = dry_run(loaded, say, gpu=gpu, price=per_hour(price), measure=measure)
+    found = dry_run(loaded, say, gpu=gpu, price=hourly, measure=measure)
     data_lines(found["stages"])
     estimate_table(found)
     if as_json:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..demo import named_base
 from ..terminal.arguments import Converted, Device, Dtype, Trust, path
+from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, finite, nats, percent, print_json, say, size
 from ..terminal.progress import starting
 from ..terminal.tables import (
@@ -100,18 +100,21 @@ def evaluate(
     """Compare a converted model with its teacher: perplexity, KL, agreement, recall and state size. For models of
     images or masked text: accuracy, agreement and KL. For models that predict maps: how far these are from the
     teacher's. For sentence encoders: similarities and searches. With --tasks: the results of lm-evaluation-harness."""
+    from ..recipe.presets import recipe_path
+
+    run, own = Path(recipe), list[str]()
+    of_run = bool(recipe) and (run / "run.json").is_file()
+    teacher = teacher and model_name(teacher)
+    if recipe and not of_run:
+        recipe_path(recipe)
     with starting():
         from ..checkpoint.atomic import check_result
         from ..diffusion.convert import holds_diffusers
         from ..errors import LinearizeError, did_you_mean
         from ..page.record import EVAL
         from ..recipe.data import DemoSource
-        from ..recipe.presets import recipe_path
         from ..train.runs import heldout_of
 
-    run, own = Path(recipe), list[str]()
-    of_run = bool(recipe) and (run / "run.json").is_file()
-    teacher = teacher and named_base(teacher)
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
     given |= {"batch_tokens": batch_tokens, "dtype": dtype, "tasks": tasks, "limit": limit, "few_shot": few_shot}
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}

@@ -9,7 +9,7 @@ import typer
 
 from ..terminal.arguments import Overrides, check_base
 from ..terminal.output import Json, print_json, say, short, size
-from ..terminal.progress import starting
+from ..terminal.progress import starting, uncollected
 from ..terminal.tables import console, evaluation_figures, note_below, positions_table, row_name, table, unit_of_stages
 from .estimate import data_lines, estimate_table
 
@@ -32,7 +32,8 @@ def finetune(
     check_base(overrides or [])
     from ..diffusion.recipe import DiffusionRecipe, load_either
 
-    loaded = load_either(recipe, overrides or [])
+    with uncollected():  # a mechanism's options are checked by its code, which imports torch
+        loaded = load_either(recipe, overrides or [])
     if isinstance(loaded, DiffusionRecipe):
         _finetune_latents(loaded, dry_run, resume, stage, max_steps, as_json)
         return

@@ -11,7 +11,7 @@ import typer
 
 from ..terminal.arguments import path
 from ..terminal.output import Json, print_json, say
-from ..terminal.progress import starting
+from ..terminal.progress import starting, uncollected
 
 
 def logits(
@@ -33,7 +33,8 @@ def logits(
     """
     from ..recipe.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
+    with uncollected():  # a mechanism's options are checked by its code, which imports torch
+        loaded = load_recipe(recipe, overrides or [])
     with starting():
         from ..logits import write_logits
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import Exit, LinearizeError, absent
 from ..terminal.arguments import Trust, path
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
@@ -39,11 +40,12 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Upload a converted model and its card to the Hub. An interrupted push can be repeated."""
+    if not folder.exists():
+        raise LinearizeError(absent(folder, "no such folder").message, Exit.INCOMPATIBLE)
     with starting():
         from ..checkpoint.adopt import adopted
         from ..checkpoint.card import with_tasks
         from ..diffusion.convert import holds_diffusers
-        from ..errors import LinearizeError
         from ..hub import push as hub
 
     asked: dict[str, Any] = {"private": private, "pr": pr, "message": message, "trust_remote_code": trust_remote_code}

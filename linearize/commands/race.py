@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal.arguments import model as model_name
 from ..terminal.arguments import path
 from ..terminal.output import Json, counted, print_json, say
 from ..terminal.progress import starting
@@ -49,6 +50,10 @@ def race(
 ) -> None:
     """Race methods of conversion on one teacher with equal tokens: LoLCATs, RADLADS, KL-guided hybrids, progressive
     conversion and ours. Ends with one table and one page; the same command goes on after a stop."""
+    model_name(model)
+    from ..recipe.presets import recipe_path
+
+    recipe_path(recipe or USUAL)
     with starting():
         from ..demo.tour import SETTINGS
         from ..errors import LinearizeError, quoted

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from ..terminal.arguments import path
+from ..terminal.arguments import run as of_run
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import TORCH, starting
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of linearize finetune, finished or not.", parser=path)],
+    run: Annotated[Path, typer.Argument(help="Folder of a run of linearize finetune, finished or not.", parser=of_run)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write. Default: RUN/report.html.", parser=path)
     ] = None,

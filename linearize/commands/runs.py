@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.arguments import path
+from ..errors import check_runs
+from ..terminal.arguments import path, run
 from ..terminal.output import Json, layers_named, percent, print_json, say, short
 from ..terminal.progress import TORCH, starting
 from ..terminal.tables import asked_for, results, table
@@ -18,6 +19,7 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs of finetune, the newest first: how far each is, and how near its teacher."""
+    check_runs(folder)
     with starting(TORCH):
         from ..page.compare import list_runs
 
@@ -31,7 +33,7 @@ def runs(
 def compare(
     places: Annotated[
         list[Path],
-        typer.Argument(help="Runs, converted folders, files that eval -o wrote, and their teachers.", parser=path),
+        typer.Argument(help="Runs, converted folders, files that eval -o wrote, and their teachers.", parser=run),
     ],
     output: Annotated[
         Path | None,

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.arguments import path
+from ..terminal.arguments import path, there
 from ..terminal.output import Json, print_json, say
 from ..terminal.progress import starting
 
 
 def upgrade(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder that convert or finetune wrote.", parser=path)
+        Path, typer.Argument(metavar="DIR", help="A folder that convert or finetune wrote.", parser=there)
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the result here. Default: replace DIR.", parser=path)

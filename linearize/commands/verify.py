@@ -10,6 +10,7 @@ import typer
 
 from ..errors import Exit, LinearizeError
 from ..terminal.arguments import Revision, Trust
+from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, counted, print_json
 from ..terminal.progress import starting
 from ..terminal.tables import console, table
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def verify(
-    model: Annotated[str, typer.Argument(metavar="DIR", help="Converted model: a local folder or a Hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="DIR", help="Converted model: a local folder or a Hub id.", parser=model_name)
+    ],
     strict: Annotated[
         bool,
         typer.Option(

@@ -193,7 +193,8 @@ def build_blocks(
     max_tokens: int | None,
     texts: bool = False,
 ) -> Blocks:
-    """The blocks of `source`: from the cache file that the same input left behind, or tokenised into it now.
+    """The blocks of `source`: from the cache file that the same input left behind, in this run or in one beside it, or
+    tokenised into it now.
 
     `sft` learns what the assistant writes (and all of plain text); otherwise every token is a target.
     `max_tokens` ends the reading at that many tokens, rounded up to blocks; a streaming dataset needs it.
@@ -209,7 +210,7 @@ def build_blocks(
     facts = [_FORMAT, identity(source), fingerprint(tokenizer, chat=True), seq_len, sft, max_tokens]
     key = json.dumps([*facts, *(["texts"] if texts else [])])
     path = cache_dir / f"blocks-{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
-    if path.exists():
+    if path.exists() or (_has_content(source) and _linked(path)):
         return Blocks(path)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -232,6 +233,24 @@ def build_blocks(
         with suppress(OSError):
             partial.unlink()
     return Blocks(path)
+
+
+def _has_content(source: TextSource) -> bool:
+    """Whether the key of a source holds a hash of its text, not the address alone of what others may change."""
+    return source.path is None or Path(source.path).is_dir()
+
+
+def _linked(path: Path) -> bool:
+    """Whether a run beside the one whose `cache` the file belongs to had the same text: both have the file then, which
+    nobody writes into."""
+    runs = path.parent.parent.parent if path.parent.name == "cache" else None
+    for other in sorted(runs.glob(f"*/cache/{path.name}")) if runs else ():
+        with suppress(OSError, LinearizeError):  # a disk without hard links, a damaged file
+            Blocks(other)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(other, path)
+            return True
+    return False
 
 
 class _Bin:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import LinearizeError, did_you_mean
+from .cards import CARDS, figures
 from .tracker import Work
 
 GIB = 2**30
@@ -34,22 +34,6 @@ class Device:
     reserved: int = 0
 
 
-# Name -> GiB that torch sees, TFLOP/s of dense bf16 products with sums in fp32, GB/s, watts: the makers' data sheets,
-# but for the memory of H200, which is measured.
-CARDS: dict[str, tuple[float, float, float, float]] = {
-    "a100-40g": (39.4, 312, 1555, 400),
-    "a100-80g": (79.2, 312, 2039, 400),
-    "h100": (79.2, 989, 3350, 700),
-    "h200": (139.8, 989, 4800, 700),
-    "b200": (178.0, 2250, 8000, 1000),
-    "l40s": (44.4, 362, 864, 350),
-    "l4": (22.0, 121, 300, 72),
-    "a10g": (22.1, 70, 600, 300),
-    "a6000": (47.5, 155, 768, 300),
-    "3090": (23.6, 71, 936, 350),
-    "4090": (23.6, 165, 1008, 450),
-    "5090": (31.4, 210, 1792, 575),
-}
 # What the operations of a model take beside those that `cpu_rates` measures: moving a byte, most being simpler than
 # exp, and starting one, from modules and for autograd. By three recipes of 1M and 4M parameters; see docs/cost.md.
 SIMPLER, IN_A_MODEL = 0.7, 8.0
@@ -59,10 +43,7 @@ CONTEXT = int(0.7 * GIB)
 
 def card(name: str) -> Device:
     """The card of that name. Raises LinearizeError (exit 2) with the nearest one."""
-    known = CARDS.get(name.lower())
-    if known is None:
-        raise LinearizeError(f"--gpu {name}: not known.{did_you_mean(name, CARDS)} Known: {', '.join(CARDS)}")
-    memory, flops, bandwidth, watts = known
+    memory, flops, bandwidth, watts = figures(name)
     return Device(name.lower(), "cuda", int(memory * GIB), flops * 1e12, bandwidth * 1e9, watts, CONTEXT)
 
 
@@ -81,16 +62,6 @@ def present(cpu: bool) -> Device:
         return Device(properties.name, "cuda", memory, reserved=CONTEXT)
     _, flops, bandwidth, watts = CARDS[fits[0]]
     return Device(fits[0], "cuda", memory, flops * 1e12, bandwidth * 1e9, watts, CONTEXT)
-
-
-def per_hour(price: str | None) -> float | None:
-    """`2.5/h` as a number. Raises LinearizeError (exit 2)."""
-    if price is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:/h)?", price)
-    if found is None:
-        raise LinearizeError(f"--price {price}: give what one device costs in an hour, for example 2.5/h")
-    return float(found[1])
 
 
 class Rates(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 from .. import __version__
 from ..checkpoint.manifest import is_linearized, read_plan, recipes_of
 from ..demo import TEXTS
-from ..errors import MALFORMED, LinearizeError, quoted, reason_of, resource_error
+from ..errors import MALFORMED, LinearizeError, check_runs, quoted, reason_of, resource_error
 from ..plan.heads import written
 from ..plan.plan import Plan
 from ..recipe.data import LOCAL, rooted
@@ -466,10 +466,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
     Raises LinearizeError (exit 2) for a folder that is not there or holds no run.
     """
-    if not folder.is_dir():
-        raise LinearizeError(
-            f"{folder} is no folder. Give the one that holds your runs; linearize finetune makes runs/"
-        )
+    check_runs(folder)
     folders = [folder] if (folder / RUN).exists() else find_runs(folder)
     if not folders:
         raise LinearizeError(f"{folder} holds no run of linearize finetune, which writes {RUN} into its folder")

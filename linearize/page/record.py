@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..checkpoint.manifest import read_plan
-from ..errors import MALFORMED, LinearizeError, absent, check_file, json_object, quoted, undamaged
+from ..errors import MALFORMED, LinearizeError, absent, check_file, json_object, no_such_run, quoted, undamaged
 from ..plan.plan import Plan
 from ..recipe.data import unit_of
 from ..recipe.recipe import Recipe, portable
@@ -291,8 +291,7 @@ def whole(run: Path) -> contextlib.AbstractContextManager[None]:
 def no_run(folder: Path) -> LinearizeError:
     """What to say of a folder that is no run: where it may be instead."""
     if not folder.exists():
-        file = folder.suffix == ".json"
-        return absent(folder) if file else absent(folder, "no such run", "linearize runs lists runs")
+        return no_such_run(folder)
     for parent in folder.resolve().parents[:1]:
         if (parent / RUN).exists():
             return LinearizeError(f"{folder} is a part of a run; give the run itself: {parent}")

@@ -248,6 +248,7 @@ def describe(name: str) -> dict[str, Any]:
 
     Raises LinearizeError (exit 2) for an unknown name.
     """
+    check_name(name)
     import torch
 
     from linearize_kernels.mixer import AttentionSite

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..demo import named_base
-from ..errors import Exit, LinearizeError, in_repository, near_path
+from ..errors import Exit, LinearizeError, absent, in_repository, near_path, no_such_run
 
 # What the Hub takes as user/repo, or as one of the first models there.
 HUB_ID = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?")
@@ -23,6 +23,20 @@ def path(word: str | Path) -> Path:
     if not str(word).strip():
         raise LinearizeError("the name of a file or folder is empty. Give a name; . is this folder")
     return Path(word)
+
+
+def there(word: str | Path) -> Path:
+    """A folder that is there. Raises LinearizeError (exit 2) for one that is not, before torch is imported."""
+    if not path(word).exists():
+        raise absent(path(word), "no such folder")
+    return path(word)
+
+
+def run(word: str | Path) -> Path:
+    """The folder of a run, or a file with figures. Raises LinearizeError (exit 2) for one that is not there."""
+    if not path(word).exists():
+        raise no_such_run(path(word))
+    return path(word)
 
 
 def model(word: str) -> str:
@@ -41,7 +55,7 @@ def model(word: str) -> str:
 
 # Arguments and options that several commands have.
 Model = Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=model)]
-Converted = Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.")]
+Converted = Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.", parser=model)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Recipe values as key.sub=value, for example model.base=DIR.")
 ]

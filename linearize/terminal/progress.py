@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import threading
@@ -127,9 +129,23 @@ def starting(modules: int = MODELS) -> Iterator[None]:
     processes the first one speaks."""
     global _started
     if not sys.stderr.isatty() or int(os.environ.get("RANK", "0")):
-        yield
+        with uncollected():
+            yield
         return
     began = time.monotonic()
-    with progress("starting", modules - len(sys.modules)) as advance, imports(advance):
+    with progress("starting", modules - len(sys.modules)) as advance, imports(advance), uncollected():
         yield
     _started = time.monotonic() - began
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Within: no garbage is collected, and what is there at the end never is. Modules stay: to look through the million
+    objects of torch and transformers again and again as they are imported takes more than a second."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or packages in C++ say at the end that they were not cleaned up
+        gc.enable()

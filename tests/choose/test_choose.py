@@ -19,7 +19,7 @@ from training import byte_tokenizer, recipe_values, stage, write_data
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose, methods
-from linearize.choose.choose import PACKAGES, Scoring, choosers, pricer, recall_batches, text_batches
+from linearize.choose.choose import PACKAGES, Scorer, Scoring, choosers, pricer, recall_batches, text_batches
 from linearize.choose.methods import restore, swaps
 from linearize.choose.mixture import Mixture
 from linearize.commands.convert import choice_table
@@ -101,7 +101,33 @@ def test_a_mixture_is_the_hybrid_that_would_be_saved(
         ours, theirs = mixture.logits(batch, mixture.hybrid({0, 2})), run(hybrid, batch).logits
         assert relative_error(ours, theirs) < TOLERANCE[torch.float32]
         assert torch.equal(mixture.logits(batch, mixture.hybrid(range(4))), mixture.teacher(batch))
+        sets = [(), {0, 2}, {1}, {(1, 1), (3, 0)}]  # the last are heads; all in one pass
+        rows = {key: value.repeat(len(sets), 1) for key, value in batch.items()}
+        together = mixture.logits(rows, mixture.hybrids(sets, 2)).split(2)
+        for kept, found in zip(sets, together, strict=True):
+            assert relative_error(found, mixture.logits(batch, mixture.hybrid(kept))) < TOLERANCE[torch.float32]
     assert torch.equal(mixture.teacher(batch), run(small_model(name), batch).logits)
+
+
+def test_sets_are_compared_in_few_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As further rows of a batch, each as if it were alone; as many as the memory for logits allows."""
+    source = save_source(tmp_path / "source")
+    mixture = Mixture(small_model("llama"), plan_conversion(str(source), "gsa", options=OPTIONS)[0])
+    asked = torch.arange(24).expand(2, 24) > 7
+    batch = {"input_ids": torch.arange(2 * 24).view(2, 24) % 97, "asked": asked}
+    scorer, sets = Scorer(mixture, [batch], [batch]), [{0}, {1}, {0, 3}, {2}, ()]
+    rows, own = list[int](), mixture.logits
+    monkeypatch.setattr(
+        mixture, "logits", lambda batch, gates: rows.append(len(batch["input_ids"])) or own(batch, gates)
+    )
+    few = scorer.kl(sets)
+    logits = mixture.teacher(batch)
+    monkeypatch.setattr("linearize.choose.choose.LOGITS_TOGETHER", (3 * logits.nbytes, 0))
+    more = scorer.kl(sets)
+    assert rows == 2 * [10] + 2 * [6, 4]
+    monkeypatch.setattr("linearize.choose.choose.LOGITS_TOGETHER", (0, 0))
+    for each in (few, more):
+        assert [one["text"] for one in each] == pytest.approx([one["text"] for one in scorer.kl(sets)], rel=1e-4)
 
 
 def test_a_kept_layer_is_scored_with_its_window(tmp_path: Path) -> None:

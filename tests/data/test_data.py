@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import linearize.data.documents
+import linearize.data.packing
 from linearize.data.packing import BlockOrder, Blocks, TextSource, build_blocks, data_fingerprint
 from linearize.errors import Exit, LinearizeError
 from linearize.train.losses import next_token_ce
@@ -305,6 +306,25 @@ def test_the_second_build_reads_the_first_ones_file(build: Build, tmp_path: Path
     assert second.path == first.path
     assert second.path.stat().st_mtime_ns == written
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [first.path.name]
+
+
+def test_runs_beside_each_other_share_packed_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hard links, where the file is sound and the key knows the text itself."""
+    source, own = texts(tmp_path, "some text", "and more"), linearize.data.packing.pieces
+
+    def pack(run: str, source: TextSource = source) -> Blocks:
+        cache = tmp_path / "runs" / run / "cache"
+        return build_blocks(source, byte_tokenizer(), 8, cache, sft=False, max_tokens=None)
+
+    first, second = pack("one"), pack("two")
+    assert second.path.samefile(first.path)
+    first.path.unlink()
+    second.path.write_bytes(b"x")
+    third = pack("three")
+    assert (third.sha256, third.path.samefile(second.path)) == (first.sha256, False)
+    monkeypatch.setattr(linearize.data.packing, "pieces", lambda _, tokenizer, sft: own(source, tokenizer, sft=sft))
+    known_by_name = TextSource(path="somebody/text")
+    assert not pack("four", known_by_name).path.samefile(pack("five", known_by_name).path)
 
 
 def test_every_ingredient_names_another_file(build: Build, tmp_path: Path) -> None:

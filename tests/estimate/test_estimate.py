@@ -23,8 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from linearize.errors import Exit, LinearizeError
 from linearize.estimate import kernels, memory
 from linearize.estimate.advice import fitting_rows, written
+from linearize.estimate.cards import CARDS, per_hour
 from linearize.estimate.estimate import estimate, packed_tokens
-from linearize.estimate.gpus import CARDS, Device, card, cpu_rates, per_hour, present
+from linearize.estimate.gpus import Device, card, cpu_rates, present
 from linearize.estimate.kernels import most_of
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.repeated_layers import Layers, LayersDiffer, find_layers

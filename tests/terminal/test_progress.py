@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from models import Zoo
 
 import linearize.commands
 import linearize.terminal.progress
-from linearize.estimate.gpus import CARDS
+from linearize.estimate.cards import CARDS
 from linearize.terminal.output import DRAWN, say
 from linearize.terminal.progress import MODELS, TORCH, imports, progress, silent, starting
 
@@ -235,6 +236,20 @@ def test_a_quick_start_counts_among_the_seconds_that_showed_nothing(
         with progress("inspect", 2):
             time.sleep(0.7)
         assert ("inspect" in capsys.readouterr().err) is shown
+
+
+def test_nothing_is_collected_while_a_command_starts() -> None:
+    """And what it imported never is: all that torch and transformers hold would be looked through again and again."""
+    found = list[str]()
+    gc.callbacks.append(lambda phase, info: found.append(phase))
+    try:
+        with starting():
+            kept = [[number] for number in range(20_000)]
+        assert (len(kept), found, gc.isenabled()) == (20_000, [], True)
+        assert gc.get_freeze_count() > 20_000
+    finally:
+        gc.callbacks.pop()
+        gc.unfreeze()
 
 
 COMMANDS = sorted(Path(linearize.commands.__file__).parent.glob("*.py"))
