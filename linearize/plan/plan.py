@@ -345,12 +345,13 @@ def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
         )
 
 
-def check_idle(found: Found, steps: tuple[Step, ...], given: dict[str, Any]) -> None:
+def check_unused_options(found: Found, steps: tuple[Step, ...], given: dict[str, Any]) -> None:
     """Raise LinearizeError (exit 2) for an option that was given and has no effect at any site."""
     for name, value in given.items():
         option, layers = name.partition("@")[0], own_layers(name, [step.site for step in steps])
         concerned = [s for s in steps if s.site.layer in layers]
-        reasons = [load_mechanism(s.mechanism).idle(s.site, s.site.path in found.flat).get(option) for s in concerned]
+        unused = [load_mechanism(s.mechanism).unused_options(s.site, s.site.path in found.flat) for s in concerned]
+        reasons = [options.get(option) for options in unused]
         if all(reasons):
             raise LinearizeError(f"{name}={value} has no effect in this model: {reasons[0]}. Leave it out")
 

@@ -15,8 +15,8 @@ from .keep import is_auto
 from .plan import (
     Pass,
     Plan,
-    check_idle,
     check_rotation,
+    check_unused_options,
     grouped,
     item_bytes,
     layer_set,
@@ -92,7 +92,7 @@ def plan_reconversion(
     sites = keep_heads(request.keep_heads, sites, found, folder)
     steps = resolve_rotation(found, make_steps(sites, request.mechanism, request.options or {}, item_bytes(old.dtype)))
     check_rotation(found, steps)
-    check_idle(found, steps, given)
+    check_unused_options(found, steps, given)
     restored = [path for path, step in mixers.items() if step.site.layer in back]
     stay = {path: step for path, step in mixers.items() if path not in restored}
     known = stay | {step.site.path: step for step in steps}
