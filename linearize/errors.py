@@ -50,13 +50,34 @@ class Exit(IntEnum):
 class LinearizeError(Exception):
     """A mistake or an obstacle that the user can act on: printed as one message, never as a traceback.
 
-    `message` names what was asked, what was found and what to do next; `code` is the exit code.
+    `message` names what was asked, what was found and what to do next; `code` is the exit code, that of its class
+    unless given.
     """
 
-    def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
+    usual = Exit.USAGE
+
+    def __init__(self, message: str, code: Exit | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.code = code
+        self.code = self.usual if code is None else code
+
+
+class IncompatibleError(LinearizeError):
+    """Model, mechanism, data or file do not fit together (exit 3)."""
+
+    usual = Exit.INCOMPATIBLE
+
+
+class ResourceError(LinearizeError):
+    """Disk, memory, a device, a file or a package is missing (exit 4)."""
+
+    usual = Exit.RESOURCE
+
+
+class CheckFailedError(LinearizeError):
+    """A check failed, or a number is not finite (exit 6)."""
+
+    usual = Exit.CHECK_FAILED
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

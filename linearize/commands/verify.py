@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import Exit, LinearizeError
+from ..errors import CheckFailedError
 from ..terminal.arguments import Revision, Trust
 from ..terminal.output import Json, counted, print_json
 from ..terminal.progress import starting
@@ -51,9 +51,8 @@ def verify(
         rows = [dataclasses.asdict(check) for check in checks]
         print_json({"model": model, "strict": strict, "passed": not failed, "checks": rows})
     if failed:
-        raise LinearizeError(
-            f"verification failed: {'; '.join(': '.join(filter(None, (c.name, c.detail))) for c in failed)}",
-            Exit.CHECK_FAILED,
+        raise CheckFailedError(
+            f"verification failed: {'; '.join(': '.join(filter(None, (c.name, c.detail))) for c in failed)}"
         )
 
 

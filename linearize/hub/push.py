@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import SECRET, Exit, LinearizeError, quoted
+from ..errors import SECRET, CheckFailedError, Exit, IncompatibleError, LinearizeError, quoted
 from ..plan.plan import Plan
 from ..terminal.output import counted, size
 from ..terminal.progress import progress
@@ -104,8 +104,7 @@ def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: boo
 
     listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
     if MANIFEST not in listed:
-        message = f"{folder / MANIFEST} does not say which files are the model's. Convert or train again"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{folder / MANIFEST} does not say which files are the model's. Convert or train again")
     present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     check_complete(folder, code=Exit.CHECK_FAILED)
     files = {name: present[name].stat().st_size for name in sorted(listed)}
@@ -152,7 +151,7 @@ def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, 
 
 
 def _failed(reason: str) -> LinearizeError:
-    return LinearizeError(reason, Exit.CHECK_FAILED)
+    return CheckFailedError(reason)
 
 
 def check_name(repo: str) -> None:
