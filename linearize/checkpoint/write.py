@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan
 from ..terminal.progress import Advance
@@ -23,7 +23,7 @@ from . import tokenizer
 from .atomic import MANIFEST
 from .carried import carried_files
 from .code import SourceClasses, auto_map, code_files
-from .fp8 import FP8, Places, dequantized, is_scale, places
+from .fp8 import FP8, dequantized, is_scale
 from .manifest import FORMAT
 from .shards import (
     BLOCK,
@@ -38,7 +38,7 @@ from .shards import (
     tensor_sha256,
     write_shard,
 )
-from .source import DTYPES, Entry, Source, read_header, read_json
+from .source import DTYPES, Entry, Places, Source, read_header, read_json, tensor_places
 from .templates import REFUSAL
 
 MIXER_SHARD = "model-mixers.safetensors"
@@ -64,16 +64,27 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: SourceCl
     if class_name:
         path = folder / tokenizer.FILE
         write_json(path, {**(read_json(path) if path.exists() else {}), "tokenizer_class": class_name})
-    for name, text in code_files(plan, natives).items():
+    code = code_files(plan, natives)
+    for name in code:
         if (folder / name).exists():
             message = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
+    write_rest(folder, source, plan, code, hashes, converted_config(source.config, plan, natives))
+
+
+def write_rest(
+    folder: Path, source: Source, plan: Plan, code: Mapping[str, str], hashes: Hashes, config: Any, **more: Any
+) -> None:
+    """All that is written anew beside the weights: `code`, `config` as config.json, the card, and linearize.json, with
+    what is `more` in it."""
+    for name, text in code.items():
         (folder / name).write_text(text, "utf-8")
-    write_json(folder / "config.json", converted_config(source.config, plan, natives))
+    write_json(folder / "config.json", config)
     from . import card  # which imports recipes
 
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
-    write_json(folder / MANIFEST, manifest(folder, plan, hashes))
+    cover(folder, hashes)
+    write_json(folder / MANIFEST, {**manifest(folder, plan, hashes), **more})
 
 
 def converted_config(config: dict[str, Any], plan: Plan, natives: SourceClasses) -> dict[str, Any]:
@@ -149,7 +160,7 @@ def write_source_shards(
     if source.pickled or plan.cast:
         rewrite = rewrite_pickle if source.pickled else rewrite_cast
         if source.block is not None:
-            rewrite = partial(rewrite_fp8, places(source), source.block)
+            rewrite = partial(rewrite_fp8, tensor_places(source.shards), source.block)
         written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
         for _, hashes, cast in written.values():
             for name, value in hashes.items():
@@ -180,8 +191,7 @@ def uncovered(folder: Path, hashes: Hashes) -> list[tuple[str, Path, Entry]]:
     shards = {name for kind in hashes.values() for name in kind["shards"]}
     tensors = {name for kind in hashes.values() for name in kind["tensors"]}
     paths = [path for path in sorted(folder.glob("*.safetensors")) if path.name not in shards]
-    entries = [(name, path, entry) for path in paths for name, entry in read_header(path).items()]
-    return [(name, path, entry) for name, path, entry in entries if name not in tensors]
+    return [(name, path, entry) for name, (path, entry) in tensor_places(paths).items() if name not in tensors]
 
 
 def cover(folder: Path, hashes: Hashes) -> None:
@@ -257,24 +267,19 @@ def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
         # Files from before torch 1.6 cannot be mapped into memory.
         tensors = torch.load(shard, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(shard))
     except Exception as error:
-        raise _pickle_error(shard, error) from error
+        raise IncompatibleError(
+            f"{shard} is not a plain pickle of tensors ({type(error).__name__}: {str(error).splitlines()[0]}). It was "
+            "not executed. Use a safetensors version of the model"
+        ) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         message = f"{shard} does not hold a plain mapping of names to tensors. Use a safetensors version of the model"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     return tensors
 
 
 def meta_pickle(shard: Path) -> dict[str, torch.Tensor]:
     """Tensors of a `.bin` shard without their values."""
     return {name: tensor.to("meta") for name, tensor in load_pickle(shard).items()}
-
-
-def _pickle_error(shard: Path, error: Exception) -> LinearizeError:
-    return LinearizeError(
-        f"{shard} is not a plain pickle of tensors ({type(error).__name__}: {str(error).splitlines()[0]}). It was not "
-        "executed. Use a safetensors version of the model",
-        Exit.INCOMPATIBLE,
-    )
 
 
 def _independent(tensors: dict[str, torch.Tensor], tied: set[str]) -> list[str]:
