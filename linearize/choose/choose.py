@@ -18,11 +18,10 @@ import torch
 
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
-from ..convert import Pricer
 from ..data.batches import Batch, collate
 from ..data.documents import check_enough
 from ..data.packing import Blocks, TextSource, build_blocks
-from ..errors import Exit, LinearizeError, reason_of
+from ..errors import IncompatibleError, LinearizeError, reason_of
 from ..measure.evaluate import check_finite
 from ..measure.generate import device_memory, load_tokenizer
 from ..measure.positions import long_rows, longest_text
@@ -62,14 +61,11 @@ class Scoring:
     say: Say = print
 
 
-def pricer(scoring: Scoring) -> Pricer:
-    """What `plan_conversion` asks for the cost of a window in layers that the user named."""
-    return functools.partial(price, scoring)
-
-
-def choosers(scoring: Scoring) -> dict[str, Any]:
-    """What `plan_conversion` needs where linearize is to choose layers, heads or windows, as its arguments."""
-    return {"choose": functools.partial(choose, scoring), "choose_windows": functools.partial(choose_windows, scoring)}
+def choosers(scoring: Scoring, priced: bool = False) -> dict[str, Any]:
+    """What `plan_conversion` needs where linearize is to choose layers, heads or windows, as its arguments; if
+    `priced`, also where the user named the layers with a window, and what that costs is asked for."""
+    found = {"choose": functools.partial(choose, scoring), "choose_windows": functools.partial(choose_windows, scoring)}
+    return found | ({"price": functools.partial(price, scoring)} if priced else {})
 
 
 class Scorer:
@@ -367,7 +363,7 @@ def load_source(source: Source, natives: SourceClasses, plan: Plan, scoring: Sco
         with quiet():
             model = natives.head.from_pretrained(source.folder, config=natives.source_config, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
-        raise LinearizeError(f"{source.name} cannot be loaded: {reason_of(error)}", Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"{source.name} cannot be loaded: {reason_of(error)}") from error
     return model.eval().to(device)
 
 

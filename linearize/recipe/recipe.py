@@ -121,8 +121,11 @@ def validated(document: Document, folder: Path, kind: type[Strict]) -> Any:
         document.problem(keys, text)
     for keys in _secrets(document.data, ()):
         document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
-    for error in _violations(document.data, folder, kind):
-        _report(document, error, kind)
+    try:
+        kind.model_validate(document.data, context={"folder": folder})
+    except ValidationError as error:
+        for one in error.errors():
+            _report(document, one, kind)
     document.check()
     return kind.model_validate(document.data)
 
@@ -139,15 +142,6 @@ def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
 def trains_source(parts: Collection[str]) -> bool:
     """Whether what a stage trains has weights of the source in it, adapters apart."""
     return not {"mixer", "all"}.isdisjoint(parts)
-
-
-def _violations(data: Any, folder: Path, kind: type[Strict]) -> Sequence[Mapping[str, Any]]:
-    """What is wrong with a recipe in that folder."""
-    try:
-        kind.model_validate(data, context={"folder": folder})
-    except ValidationError as error:
-        return error.errors()
-    return []
 
 
 def _secrets(item: Any, keys: Keys) -> Iterator[Keys]:

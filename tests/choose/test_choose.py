@@ -19,7 +19,7 @@ from training import byte_tokenizer, recipe_values, stage, write_data
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose, methods
-from linearize.choose.choose import PACKAGES, Scoring, choosers, pricer, recall_batches, text_batches
+from linearize.choose.choose import PACKAGES, Scoring, choosers, recall_batches, text_batches
 from linearize.choose.methods import restore, swaps
 from linearize.choose.mixture import Mixture
 from linearize.commands.convert import choice_table
@@ -395,7 +395,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LinearizeError, match="ViTForImageClassification writes none") as caught:  # without weights
         plan_conversion(str(tmp_path), "la", keep_softmax="auto:1", weights=False)
     assert caught.value.code == Exit.INCOMPATIBLE
-    priced = {"keep_softmax": "1", "kept_window": 5, "price": pricer(Scoring())}
+    priced = {"keep_softmax": "1", "kept_window": 5, "price": choosers(Scoring(), priced=True)["price"]}
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes, vocab_size=97)).save_pretrained(tmp_path / "clip")
     with pytest.raises(LinearizeError, match=r"--score-text.*CLIPTextModel") as caught:

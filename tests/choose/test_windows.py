@@ -16,7 +16,7 @@ from training import SMALL, byte_tokenizer, recipe_values, stage, text, write_da
 from linearize import api
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose
-from linearize.choose.choose import Scoring, choosers, pricer, window_rows
+from linearize.choose.choose import Scoring, choosers, window_rows
 from linearize.convert import convert, plan_conversion
 from linearize.data.packing import TextSource
 from linearize.errors import Exit, LinearizeError
@@ -168,7 +168,7 @@ def test_a_window_nearly_as_long_as_the_rows_is_measured_on_text_alone(
     assert windows is not None
     assert {kind for cost in windows.costs.values() for kind in cost} == measured
     assert windows.lacking == ("" if measured else "it takes rows of more than 512 tokens, and the model knows 512")
-    asked = {"keep_softmax": "1-3", "options": OPTIONS, "kept_window": f"{window}@1", "price": pricer(how)}
+    asked = {"keep_softmax": "1-3", "options": OPTIONS, "kept_window": f"{window}@1", **choosers(how, priced=True)}
     choice = plan_conversion(str(tmp_path / "source"), "gsa", **asked)[0].choice  # type: ignore[arg-type]
     assert choice is not None
     assert choice.window.keys() == measured
