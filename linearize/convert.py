@@ -21,7 +21,7 @@ from .checkpoint.provenance import check_code_cache
 from .checkpoint.reconvert import as_source, mixer_prefixes, plan_converted, write_reconverted
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
-from .errors import IncompatibleError, LinearizeError, ResourceError, existing_folder, is_secret, reason_of
+from .errors import IncompatibleError, LinearizeError, ResourceError, existing_folder, is_secret, leaves, reason_of
 from .estimate import break_even
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, WindowChoice, is_auto
@@ -303,13 +303,9 @@ def check_adapter(source: Source) -> None:
 
 def check_secrets(source: Source) -> None:
     """Raise LinearizeError (exit 3) for an access token in config.json, which would go along: the file is copied."""
-    left: list[tuple[str, Any]] = list(source.config.items())
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict | list):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            left += [(f"{key}.{name}", item) for name, item in inner]
-        elif isinstance(value, str) and is_secret(value):
+    for keys, value in leaves(source.config):
+        if isinstance(value, str) and is_secret(value):
+            key = ".".join(map(str, keys))
             raise IncompatibleError(
                 f"{source.folder / 'config.json'}: {key} holds an access token or a password, which the result would "
                 "carry. Take it out, and revoke it"

@@ -217,12 +217,11 @@ def open_teacher_named(recipe: Recipe, top: int) -> tuple[Named, Any, int]:
         raise LinearizeError(f"--top {top}: the models have {vocabulary} tokens. Give {vocabulary}, or less")
     check_packages(recipe)
     for stage in recipe.stages:
-        for split in ("train", "eval"):
-            if (source := getattr(recipe.data_for(stage), split)) is not None:
-                if any(isinstance(part, TeacherSource) for part, _ in parts_of(source)):
-                    message = f"{stage.name}: the teacher writes its text when the run begins. Give data.train files"
-                    raise LinearizeError(f"{message}: those of such a run are in its folder cache")
-                check_source(source, model, recipe.folder, f"data.{split}")
+        for name, source in recipe.sources_of(stage).items():
+            if any(isinstance(part, TeacherSource) for part, _ in parts_of(source)):
+                message = f"{stage.name}: the teacher writes its text when the run begins. Give data.train files"
+                raise LinearizeError(f"{message}: those of such a run are in its folder cache")
+            check_source(source, model, recipe.folder, name)
     return named, tokenizer, vocabulary
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import DEMO, model_folder
-from ..errors import Exit, IncompatibleError, LinearizeError, ResourceError, absent, check_file
+from ..errors import Exit, IncompatibleError, LinearizeError, ResourceError, absent, check_file, leaves
 from ..hub.download import download
 from .atomic import MANIFEST
 
@@ -180,8 +180,9 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
         if block is None:
             raise quantized(folder, quantization)
         config = {key: value for key, value in config.items() if key != "quantization_config"}
-    for key, value in _amounts(config):
-        if value > MAX_AMOUNT:
+    for keys, value in leaves(config):
+        key = ".".join(one for one in keys if isinstance(one, str))
+        if isinstance(value, int) and value > MAX_AMOUNT and AMOUNT.search(key):
             raise IncompatibleError(
                 f"{path}: {key} is {value}, more than any model has (limit {MAX_AMOUNT:,}). Correct it, or download "
                 "the file again"
@@ -232,19 +233,6 @@ def quantized(folder: Path, quantization: Any) -> LinearizeError:
     return IncompatibleError(f"{folder.name} is quantized ({method}): surgery needs float weights; {how}")
 
 
-def _amounts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """The integers of a config that say how many layers, experts and the like there are, with their keys."""
-    left: list[tuple[str, Any]] = list(config.items())
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict):
-            left += [(f"{key}.{inner}", item) for inner, item in value.items()]
-        elif isinstance(value, list):
-            left += [(key, item) for item in value]
-        elif isinstance(value, int) and AMOUNT.search(key):
-            yield key, value
-
-
 def check_folder(folder: Path) -> None:
     """Raise LinearizeError (exit 3) where what should be a file of a model is a pipe, a socket or a device."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -267,14 +255,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def hub_kernel(config: Any) -> str | None:
     """`key=value` of the first entry of a config, or of one inside it, that names a kernel of the Hub, whose code would
     run: an attention or expert implementation with a slash in it. None where there is none."""
-    left: list[tuple[str, Any]] = [("", config)]
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict | list):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            # Under such a key may be a value for each part of the model.
-            left += [(key if KERNEL_KEY.search(key) else str(name), item) for name, item in inner]
-        elif isinstance(value, str) and "/" in value and KERNEL_KEY.search(key):
+    for keys, value in leaves(config):
+        # Under such a key may be a value for each part of the model.
+        key = next((one for one in map(str, keys) if KERNEL_KEY.search(one)), None)
+        if key and isinstance(value, str) and "/" in value:
             return f"{key}={value}"
     return None
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -158,13 +158,13 @@ def write_source_shards(
     found = no_hashes()
     names = {pattern.format(n, len(source.shards)): shard for n, shard in enumerate(source.shards, 1)}
     if source.pickled or plan.cast:
-        rewrite = rewrite_pickle if source.pickled else rewrite_cast
-        if source.block is not None:
-            rewrite = partial(rewrite_fp8, tensor_places(source.shards), source.block)
+        known = {} if source.block is None else tensor_places(source.shards)
+        cast: Callable[..., Rewritten] = partial(rewrite_cast, known, source.block)
+        rewrite = rewrite_pickle if source.pickled else cast
         written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
-        for _, hashes, cast in written.values():
+        for _, hashes, changed in written.values():
             for name, value in hashes.items():
-                found["written" if name in cast else "untouched"]["tensors"][name] = value
+                found["written" if name in changed else "untouched"]["tensors"][name] = value
         return {name: list(kept) for name, (kept, _, _) in written.items()}, found
 
     def place(name: str, advance: Advance) -> str:
@@ -201,40 +201,25 @@ def cover(folder: Path, hashes: Hashes) -> None:
     hashes["written"]["tensors"] |= {name: value for (name, _, _), value in zip(left, found, strict=True)}
 
 
-def rewrite_cast(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:
-    """Cast a safetensors file, block by block."""
-    old = read_header(shard)
-    # Only what is known to be floating is cast; float8 is not, its scales lie elsewhere.
-    entries = {name: dataclasses.replace(e, dtype=_target(e.dtype, plan)) for name, e in old.items()}
-    new = {name: TORCH_DTYPES[e.dtype] for name, e in entries.items() if e.dtype != old[name].dtype}
-
-    def values(name: str) -> Iterator[torch.Tensor]:
-        for block in read_tensor(shard, old[name]):
-            yield block.to(new.get(name, block.dtype))
-
-    return entries, write_shard(target, entries, values), set(new)
-
-
-def rewrite_fp8(
-    known: Places, block: tuple[int, int], shard: Path, target: Path, plan: Plan, tied: set[str]
+def rewrite_cast(
+    known: Places, block: tuple[int, int] | None, shard: Path, target: Path, plan: Plan, tied: set[str]
 ) -> Rewritten:
-    """Write a safetensors file whose FP8 weights have their scales, wherever those lie, as one of float weights."""
+    """Cast a safetensors file, block by block. In a source of FP8 `block`s float weights are made of those and of their
+    scales, which lie where `known` says."""
     old = {name: entry for name, entry in read_header(shard).items() if not is_scale(name, known)}
-    scaled = {name for name, entry in old.items() if entry.dtype == FP8}
+    scaled = {name for name, entry in old.items() if block is not None and entry.dtype == FP8}
+    # Only what is known to be floating is cast; float8 without such scales is not.
+    cast = {name for name, entry in old.items() if name in scaled or entry.dtype in DTYPES}
     whole = NAMES[getattr(torch, plan.dtype)]
-    dtypes = {name: whole if name in scaled else _target(entry.dtype, plan) for name, entry in old.items()}
-    entries = {name: dataclasses.replace(entry, dtype=dtypes[name]) for name, entry in old.items()}
+    entries = {name: dataclasses.replace(e, dtype=whole) if name in cast else e for name, e in old.items()}
     new = {name: TORCH_DTYPES[e.dtype] for name, e in entries.items() if e.dtype != old[name].dtype}
 
     def values(name: str) -> Iterator[torch.Tensor]:
-        for part in dequantized(name, known, block) if name in scaled else read_tensor(shard, old[name]):
+        scales = block if name in scaled else None
+        for part in read_tensor(shard, old[name]) if scales is None else dequantized(name, known, scales):
             yield part.to(new.get(name, part.dtype))
 
     return entries, write_shard(target, entries, values), set(new)
-
-
-def _target(dtype: str, plan: Plan) -> str:
-    return NAMES[getattr(torch, plan.dtype)] if dtype in DTYPES else dtype
 
 
 def rewrite_pickle(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:

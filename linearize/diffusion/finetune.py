@@ -31,6 +31,7 @@ from ..errors import CheckFailedError, IncompatibleError, LinearizeError, reason
 from ..hub.push import check_access, push_saved
 from ..job import start
 from ..job.checks import check_stage_name, check_stage_order
+from ..job.source import asked_of
 from ..page.drawing import pillow
 from ..plan.plan import Plan
 from ..terminal.output import counted
@@ -245,18 +246,7 @@ def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
     """The conversion that a recipe asks for. Raises LinearizeError with the exit code of the obstacle."""
     asked = recipe.convert
     assert asked is not None
-    planned = surgery.plan_conversion(
-        recipe.model.base,
-        asked.mechanism,
-        layers=asked.layers,
-        keep_softmax=asked.keep_softmax,
-        keep_heads=asked.keep_heads,
-        kept_window=asked.kept_window,
-        options=asked.options,
-        allow_drop=asked.allow_drop,
-        copy=asked.copy_weights,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
+    planned = surgery.plan_conversion(recipe.model.base, asked.mechanism, **asked_of(recipe, asked))
     check_one(recipe.model.base, [part.name for part in planned[2]])
     check_inputs(recipe.model.base, planned[2][0].model)
     return planned

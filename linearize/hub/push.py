@@ -150,10 +150,6 @@ def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, 
     return (None, f"{named} is not in the card: {wrong}") if wrong else (result, "")
 
 
-def _failed(reason: str) -> LinearizeError:
-    return CheckFailedError(reason)
-
-
 def check_name(repo: str) -> None:
     """Refuse (exit 2) what is no user/repo."""
     from huggingface_hub.errors import HFValidationError
@@ -174,7 +170,7 @@ def check_secrets(path: Path) -> None:
     token = get_token()
     for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
         if SECRET.search(line) or (token and token in line):
-            raise _failed(f"{path}:{number} holds an access token or a password. Take it out, and revoke it")
+            raise CheckFailedError(f"{path}:{number} holds an access token or a password. Take it out, and revoke it")
 
 
 def check_card(path: Path) -> list[str]:
@@ -192,7 +188,7 @@ def check_card(path: Path) -> list[str]:
         for base in [bases] if isinstance(bases, str) else bases:
             validate_repo_id(base)
     except (ValueError, TypeError, yaml.YAMLError, HFValidationError) as error:
-        raise _failed(f"{path}: its metadata cannot be used: {error}") from error
+        raise CheckFailedError(f"{path}: its metadata cannot be used: {error}") from error
     notes, lacking = [], {key: told for key, told in WANTED.items() if not data.get(key)}
     if lacking:
         names = " and ".join(f"no {key} ({why})" for key, (why, _) in lacking.items())

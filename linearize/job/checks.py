@@ -131,11 +131,7 @@ def check_resources(job: Job) -> None:
 def data_hashes(recipe: Recipe) -> dict[str, str]:
     """`source_hash` of each source of a recipe, by its name there."""
     found = dict[str, str]()
-    for number, stage in enumerate(recipe.stages):
-        for split in ("train", "eval"):
-            source = getattr(recipe.data_for(stage), split)
-            if source is not None:
-                own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
-                name = f"{own}data.{split}"
-                found[name] = found.get(name) or source_hash(source, recipe.folder)
+    for stage in recipe.stages:
+        for name, source in recipe.sources_of(stage).items():
+            found[name] = found.get(name) or source_hash(source, recipe.folder)
     return found

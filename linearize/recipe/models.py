@@ -575,6 +575,15 @@ class Recipe(Strict):
         """Where relative data files start."""
         return self._folder
 
+    def sources_of(self, stage: Stage) -> dict[str, Any]:
+        """What a stage reads, by the keys of the recipe that name it: its own, or those of all stages."""
+        data, found = self.data_for(stage), dict[str, Any]()
+        for split in ("train", "eval"):
+            if (source := getattr(data, split)) is not None:
+                own = f"stages[{self.stages.index(stage)}]." * (getattr(stage.data, split) is not None)
+                found[f"{own}data.{split}"] = source
+        return found
+
     def data_for(self, stage: Stage) -> Data:
         """The data of one of the stages: its own where given, else the recipe's."""
         own, shared = stage.data, self.data

@@ -17,7 +17,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, patch_environment
 
 from ..data.packing import TextSource
-from ..errors import IncompatibleError, ResourceError, redact
+from ..errors import IncompatibleError, ResourceError, leaves, redact
 from ..recipe.data import TeacherSource, local_paths
 from ..recipe.recipe import Recipe, Stage, portable, trains_source
 from .deepspeed_zero3 import INSTEAD, read_config
@@ -46,17 +46,10 @@ def check_runtime(recipe: Recipe) -> str:
 def hyperparameters(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as a tracker takes it: one value a key, such as `stages.0.optimizer.lr`; without secrets and
     paths of this machine."""
-    found: dict[str, Any] = {}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, dict | list) and value:
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                add(f"{name}.{key}" if name else str(key), item)
-        else:
-            found[name] = value if isinstance(value, int | float) else redact(str(value))
-
-    add("", portable(recipe.resolved()))
-    return found
+    return {
+        ".".join(map(str, keys)): value if isinstance(value, int | float) else redact(str(value))
+        for keys, value in leaves(portable(recipe.resolved()))
+    }
 
 
 @contextlib.contextmanager

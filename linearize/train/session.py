@@ -611,11 +611,8 @@ def check_model(model: Any, recipe: Recipe) -> None:
             if isinstance(seen, LinearizeError):
                 raise seen
             check_prediction(stage, *seen, type(model).__name__)
-        for split in ("train", "eval"):
-            source = getattr(recipe.data_for(stage), split)
-            if source is not None:
-                own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
-                check_source(source, model, recipe.folder, f"{own}data.{split}")
+        for name, source in recipe.sources_of(stage).items():
+            check_source(source, model, recipe.folder, name)
         for source in own_texts(recipe.data_for(stage)):
             check_width(model, 1, source.teacher.length)
         length = recipe.data_for(stage).pack.seq_len
