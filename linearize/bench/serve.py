@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..checkpoint.source import open_source
-from ..errors import CheckFailedError, Exit, LinearizeError, ResourceError
+from ..errors import Exit, LinearizeError
 from ..serve.start import is_installed
 
 
@@ -84,7 +84,7 @@ def bench_serve(
     not installed, 5 for the Hub, 6 for an engine that failed, with the end of its log.
     """
     if not is_installed("vllm"):
-        raise ResourceError("bench serve needs vLLM: pip install vllm")
+        raise LinearizeError("bench serve needs vLLM: pip install vllm", Exit.RESOURCE)
     for model in models:  # before the first of them is measured
         open_source(model, None, weights=False)
     result: dict[str, Any] = {"loads": [load.name for load in loads], "steps": steps, "models": {}}
@@ -110,13 +110,13 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
                 done = subprocess.run(command, **written, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             message = f"{asked['model']}: no result after {timeout:.0f} s. Its log ends:\n{log.read_text()[-3000:]}"
-            raise CheckFailedError(message) from None
+            raise LinearizeError(message, Exit.CHECK_FAILED) from None
         if out.exists():
             return dict(json.loads(out.read_text()))
         end = log.read_text()[-6000:]
         if done.returncode in (Exit.USAGE, Exit.INCOMPATIBLE):
             raise LinearizeError(f"{asked['model']}: {end.rpartition(REFUSED)[2].strip()}", Exit(done.returncode))
-        raise CheckFailedError(f"{asked['model']}: its engine failed. Its log ends:\n{end}")
+        raise LinearizeError(f"{asked['model']}: its engine failed. Its log ends:\n{end}", Exit.CHECK_FAILED)
 
 
 # Of a load: the figure, its title, whether it is a number of tokens.

@@ -18,6 +18,7 @@ import torch
 
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
+from ..convert import Pricer
 from ..data.batches import Batch, collate
 from ..data.documents import check_enough
 from ..data.packing import Blocks, TextSource, build_blocks
@@ -61,11 +62,14 @@ class Scoring:
     say: Say = print
 
 
-def choosers(scoring: Scoring, priced: bool = False) -> dict[str, Any]:
-    """What `plan_conversion` needs where linearize is to choose layers, heads or windows, as its arguments; if
-    `priced`, also where the user named the layers with a window, and what that costs is asked for."""
-    found = {"choose": functools.partial(choose, scoring), "choose_windows": functools.partial(choose_windows, scoring)}
-    return found | ({"price": functools.partial(price, scoring)} if priced else {})
+def pricer(scoring: Scoring) -> Pricer:
+    """What `plan_conversion` asks for the cost of a window in layers that the user named."""
+    return functools.partial(price, scoring)
+
+
+def choosers(scoring: Scoring) -> dict[str, Any]:
+    """What `plan_conversion` needs where linearize is to choose layers, heads or windows, as its arguments."""
+    return {"choose": functools.partial(choose, scoring), "choose_windows": functools.partial(choose_windows, scoring)}
 
 
 class Scorer:

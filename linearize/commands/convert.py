@@ -263,7 +263,7 @@ def of_scoring(method: str, text: Path | None, recipe: Any = None) -> dict[str, 
     """How `auto` compares layers, heads and windows, and on what a window of named layers is measured, as arguments.
     Without a `text` of its own it is that of the recipe, where there is one. Raises LinearizeError (exit 2) for another
     method and for text that is not there."""
-    from ..choose.choose import Scoring, choosers
+    from ..choose.choose import Scoring, choosers, pricer
     from ..data.documents import TextSource
     from ..errors import absent, check_file
     from ..plan.keep import check_method
@@ -281,7 +281,8 @@ def of_scoring(method: str, text: Path | None, recipe: Any = None) -> dict[str, 
             raise absent(text)
         check_file(text)
         scoring["text"] = TextSource(files=(text,), set_key="")
-    return choosers(Scoring(**scoring), priced=text is not None)
+    found = Scoring(**scoring)
+    return choosers(found) | ({} if text is None else {"price": pricer(found)})
 
 
 def plan_table(plan: Plan) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..demo import named_base
-from ..errors import IncompatibleError, LinearizeError, in_repository, near_path
+from ..errors import Exit, LinearizeError, in_repository, near_path
 
 # What the Hub takes as user/repo, or as one of the first models there.
 HUB_ID = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?")
@@ -34,7 +34,8 @@ def model(word: str) -> str:
         raise LinearizeError("the name of the model is empty. Give a folder, or the Hub's user/repo")
     if not os.path.lexists(folder) and not HUB_ID.fullmatch(name):
         near = near_path(folder, "*/") or in_repository(name)
-        raise IncompatibleError(f"no such folder {name!r}, and it is no Hub id (user/repo){near and '.'}{near}")
+        message = f"no such folder {name!r}, and it is no Hub id (user/repo){near and '.'}{near}"
+        raise LinearizeError(message, Exit.INCOMPATIBLE)
     return name
 
 
