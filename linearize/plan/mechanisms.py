@@ -121,11 +121,12 @@ def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[
     return options
 
 
-def option_about(mixer: Any, option: str) -> str:
-    """What an option of a mechanism sets: one line; empty where nobody wrote it."""
-    owners = [mixer, *([mixer.base_for(known_options(mixer)["base"][2])] if mixer.bases else [])]
-    texts = (cls.__dict__.get("about", {}).get(option) for owner in owners for cls in owner.__mro__[:-1])
-    return next(filter(None, texts), "")
+def option_about(mixer: Any, option: str, base: str | None = None) -> str:
+    """What an option of a mechanism, over `base` where it has bases, sets: one line; empty where nobody wrote it."""
+    owners = [mixer, *([mixer.base_for(base or known_options(mixer)["base"][2])] if mixer.bases else [])]
+    texts = [base.__dict__.get("about", {}).get(option) for owner in owners for base in owner.__mro__[:-1]]
+    own = [text for text in texts if text]
+    return own[0] if own else ""
 
 
 def published_options(mixer: Any, base: str | None = None, site: Any = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..checkpoint.atomic import write_atomically
 from ..data.chat import Message, asked_of, end_tokens, opened_turn, prompt_ids
 from ..data.documents import TextSource, documents_of, end_token, start_tokens
 from ..data.packing import hashed_generator
-from ..errors import CheckFailedError, LinearizeError, undamaged, writing
+from ..errors import Exit, LinearizeError, undamaged, writing
 from ..probe.trace import quiet
 from ..recipe.data import CHAT, OwnText
 from ..terminal.output import short
@@ -162,9 +162,10 @@ def write_own_text(
             rows = [row for row in rows if row["tokens"]]
             empty = 0 if rows else empty + 1
             if empty == EMPTY:
-                raise CheckFailedError(
+                message = (
                     f"the teacher wrote nothing in {EMPTY} batches of {batch}. Choose other prompts, or stop: never"
                 )
+                raise LinearizeError(message, Exit.CHECK_FAILED)
             write_atomically(folder / f"{number:05d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
             new = sum(row["tokens"] for row in rows)
             advance(min(new, asked.tokens - written))
