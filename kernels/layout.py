@@ -463,7 +463,7 @@ def read_mask(
     return None if bool(real.all()) else real, segments if bool((segments != segments[:, :1]).any()) else None
 
 
-def seen_through(mask: Tensor | None, queries: int | None) -> Tensor | None:
+def mark_unpadded(mask: Tensor | None, queries: int | None) -> Tensor | None:
     """The 2D padding mask of a call with so many new tokens; one that hides none as a view that says so, for
     `token_layout` in every layer. As transformers does for softmax, it waits for the GPU to know."""
     if mask is None or mask.ndim != 2 or queries == 1 or mask.is_meta or is_tracing(mask) or not bool(mask.all()):

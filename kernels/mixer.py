@@ -13,7 +13,6 @@ import typing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from .layout import TokenLayout, once, part_of
 from .layers.norm import HeadNorm
-from .layers.pool import check_pool, on_rows
+from .layers.pool import check_pool, on_rows, on_sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +188,7 @@ class Mixer(nn.Module):
         self.drop_rope = not rope
         # Whether `mix` gets q and k as they are in front of the norms that the attention module has for them. The
         # module then runs a second time for the student, so such a mixer gets no rotary embedding either.
-        self.raw = False
+        self.skip_qk_norm = False
         # What the attention hooks hand over for the duration of one call of the attention module, by thread.
         self.calls: dict[int, Any] = {}
         # The grid that the patch convolution of a site on `patches` last made, by thread.
@@ -260,31 +259,31 @@ class Mixer(nn.Module):
             raise ValueError(f"{self.site.path}: sequences laid end to end, and some heads keep softmax. Pass segments")
         q, k, v = as_autocast(q, k, v)
         if self.softmax is None:
-            return self._linear(q, k, v, x, layout, state)
+            return self._forward_linear(q, k, v, x, layout, state)
         (q, own_q), (k, own_k), (v, own_v) = map(self.softmax.split, (q, k, v))
         before, held = (None, None) if state is None else state
-        o, before = self._linear(q, k, v, x, layout, before)
+        o, before = self._forward_linear(q, k, v, x, layout, before)
         kept, held = self.softmax.attend(own_q, own_k, own_v, layout, held)
         return self.softmax.join(o, kept), self.softmax.state(before, held)
 
-    def _linear(
+    def _forward_linear(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
     ) -> tuple[Tensor, Any]:
         """`forward` of the heads that the mechanism computes."""
         far, near = (state, None) if self.near is None or state is None else state
-        o, mass, far = self._far(q, k, v, x, layout, far)
+        o, mass, far = self._forward_mechanism(q, k, v, x, layout, far)
         if self.near is None:
             return o, far
         o, near = self.near(o, mass, q, k, v, x, layout, near)
         return o, WindowedState(far, near)
 
-    def _far(
+    def _forward_mechanism(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any
     ) -> tuple[Tensor, Tensor | None, Any]:
         """What the mechanism computes, its normaliser where it has one, and its state."""
         if not self.pools and (layout.rows is not None or layout.cu_seqlens is not None):
             inputs, beside = self.project(q, k, v, x, layout)
-            outputs, state = self._scanned(inputs, layout, state)
+            outputs, state = self._scan_sequences(inputs, layout, state)
             return *self.finish(outputs, beside, layout), state
         if self.normalised:
             return self.mix_with_mass(q, k, v, x, layout, state)
@@ -332,17 +331,17 @@ class Mixer(nn.Module):
         return (*inputs, q, k, v), (*beside, self.near.logit(x))
 
     def core(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """`scan` and the window's attention, with `rows` or `cu_seqlens` in the layout. Results as `room` makes them, and
+        """`scan` and the window's attention, with `rows` or `cu_seqlens` in the layout. Results as `empty_outputs` makes them, and
         the state; a pool is changed in place."""
         if self.near is None:
-            return self._scanned(inputs, layout, state)
+            return self._scan_sequences(inputs, layout, state)
         far, near = (None, None) if state is None else state
         q, k, v = inputs[-3:]
-        outputs, far = self._scanned(inputs[:-3], layout, far)
+        outputs, far = self._scan_sequences(inputs[:-3], layout, far)
         o, mass, near = self.near.attend(q, k, v, layout, near)
         return (*outputs, o, mass), WindowedState(far, near)
 
-    def room(self, inputs: Tensors, v: Tensor) -> tuple[Tensor, ...]:
+    def empty_outputs(self, inputs: Tensors, v: Tensor) -> tuple[Tensor, ...]:
         """Uninitialised tensors as `core` returns them for its inputs and values v [B,T,Hkv,Dv]."""
         B, T, H = *v.shape[:2], self.site.heads
         o, number = (B, T, H, v.shape[-1]), v.new_empty(B, T, H, dtype=torch.float32)
@@ -357,7 +356,7 @@ class Mixer(nn.Module):
         o, mass = self.finish(outputs[:-2], beside[:-1], layout)
         return self.near.blended(o, mass, *outputs[-2:], beside[-1], layout.plain)
 
-    def _scanned(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def _scan_sequences(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
         """`scan`, also of mechanisms that update no pool in place, and know no more than one sequence a row."""
         rows, cu = layout.rows, layout.cu_seqlens
         if rows is not None and not self.pools:
@@ -368,14 +367,14 @@ class Mixer(nn.Module):
             outputs, state = on_rows(copied, state, rows, layout.padding, inputs[0].shape[1])
             return outputs, state
         if cu is not None and not self.pools:
-            found = []
-            for n, (start, end) in enumerate(pairwise(cu.tolist())):
-                own = None if state is None else type(state)(*(y[n : n + 1] for y in state))
-                alone = part_of(layout._replace(cu_seqlens=None), start, end)
-                found.append(self.scan(tuple(None if y is None else y[:, start:end] for y in inputs), alone, own))
-            parts, states = zip(*found, strict=True)
-            outputs = tuple(torch.cat(y, 1) for y in zip(*parts, strict=True))
-            return outputs, type(states[0])(*(torch.cat(y) for y in zip(*states, strict=True)))
+
+            def alone(own: slice, state: Any) -> tuple[Any, ...]:
+                single = part_of(layout._replace(cu_seqlens=None), own.start, own.stop)
+                outputs, state = self.scan(tuple(None if y is None else y[:, own] for y in inputs), single, state)
+                return (*outputs, state)
+
+            *parts, state = on_sequences(alone, cu, state)
+            return tuple(parts), state
         return self.scan(inputs, layout, state)
 
     @classmethod
@@ -404,7 +403,7 @@ class Mixer(nn.Module):
         raise TypeError(f"{cls.__name__} has no bases, and was asked for {name}")
 
     @classmethod
-    def idle(cls, site: AttentionSite, flat: bool) -> dict[str, str]:
+    def unused_options(cls, site: AttentionSite, flat: bool) -> dict[str, str]:
         """Options of no effect at a site, and why; `flat`: the tokens are those of a 2D grid and no others."""
         return {}
 
@@ -451,7 +450,7 @@ class Mixer(nn.Module):
         """After `calibrate`: set the mechanism's share beside the window, and the scale of its output."""
         if self.near is not None:
             q, k, v = as_autocast(q, k, v)
-            far, mass, _ = self._far(q, k, v, x, layout, None)
+            far, mass, _ = self._forward_mechanism(q, k, v, x, layout, None)
             norm = next((part for part in self.modules() if isinstance(part, HeadNorm)), None)
             factor = self.near.calibrate(far, mass, q, k, v, target, layout, free=norm is not None)
             if norm is not None:

@@ -21,7 +21,7 @@ from .checkpoint.provenance import check_code_cache
 from .checkpoint.reconvert import as_source, mixer_prefixes, plan_converted, write_reconverted
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
-from .errors import Exit, LinearizeError, existing_folder, is_secret, reason_of
+from .errors import IncompatibleError, LinearizeError, ResourceError, existing_folder, is_secret, leaves, reason_of
 from .estimate import break_even
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, WindowChoice, is_auto
@@ -148,7 +148,7 @@ def plan_conversion(
     if price is not None and choice is None and windows is None and plan.local:
         if writes_no_text(natives):
             message = f"--score-text: {plan.architecture} writes no text, so there is no cost to measure. Leave it out"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
         check_weights(source, natives)
         choice = price(plan, source, natives)
     return dataclasses.replace(plan, choice=choice, heads_choice=heads, window_choice=windows), source, natives
@@ -175,9 +175,8 @@ def resolve_windows(
     every = whole.plan(source, found, every_window=True, **facts)
     if writes_no_text(natives):
         message = f"compares predictions of text, and {every.architecture} writes none"
-        raise LinearizeError(
-            f"--kept-window {asked} {message}. Give every kept layer one: --kept-window {window.tokens}",
-            Exit.INCOMPATIBLE,
+        raise IncompatibleError(
+            f"--kept-window {asked} {message}. Give every kept layer one: --kept-window {window.tokens}"
         )
     windows = WindowChoice(asked, window.limit, lacking="nothing was measured yet")
     if choose_windows is not None:
@@ -202,7 +201,7 @@ def check_scored(plan: Plan, natives: SourceClasses, flag: str) -> None:
     """Raise LinearizeError (exit 3) where `auto` has no text to compare predictions on."""
     if writes_no_text(natives):
         message = f"{flag} auto compares predictions of text, and {plan.architecture} writes none"
-        raise LinearizeError(f"{message}. Name the {NAMED[flag]}", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{message}. Name the {NAMED[flag]}")
 
 
 def convert(
@@ -283,40 +282,33 @@ def load_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
         if trust_remote_code and isinstance(error, OSError):
             check_code_cache()
         path = source.folder / "config.json"
-        raise LinearizeError(f"{path} cannot be used: {reason_of(error)}", Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"{path} cannot be used: {reason_of(error)}") from error
 
 
 def own_code(source: Source, files: str, how: str = "ships") -> LinearizeError:
     """The error for a source that ships, or runs, code that is not trusted."""
     pin = f" --revision {source.revision}" if source.revision else ""
-    message = f"{source.name} {how} its own code ({files}). Read it, then pass --trust-remote-code{pin}"
-    return LinearizeError(message, Exit.INCOMPATIBLE)
+    return IncompatibleError(f"{source.name} {how} its own code ({files}). Read it, then pass --trust-remote-code{pin}")
 
 
 def check_adapter(source: Source) -> None:
     """Raise LinearizeError (exit 3) for a source with a PEFT adapter, without which it is another model."""
     path = source.folder / ADAPTER_CONFIG
     if path.exists():
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{path}: {source.name} is a base and an adapter. Merge the adapter first (peft: merge_and_unload, then "
-            "save_pretrained), and convert what that saves",
-            Exit.INCOMPATIBLE,
+            "save_pretrained), and convert what that saves"
         )
 
 
 def check_secrets(source: Source) -> None:
     """Raise LinearizeError (exit 3) for an access token in config.json, which would go along: the file is copied."""
-    left: list[tuple[str, Any]] = list(source.config.items())
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict | list):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            left += [(f"{key}.{name}", item) for name, item in inner]
-        elif isinstance(value, str) and is_secret(value):
-            raise LinearizeError(
+    for keys, value in leaves(source.config):
+        if isinstance(value, str) and is_secret(value):
+            key = ".".join(map(str, keys))
+            raise IncompatibleError(
                 f"{source.folder / 'config.json'}: {key} holds an access token or a password, which the result would "
-                "carry. Take it out, and revoke it",
-                Exit.INCOMPATIBLE,
+                "carry. Take it out, and revoke it"
             )
 
 
@@ -332,9 +324,7 @@ def load_model_class(source: Source, config: PretrainedConfig, trust_remote_code
     try:
         return get_class_from_dynamic_module(reference, str(source.folder))
     except Exception as error:  # whatever that code raises
-        raise LinearizeError(
-            f"{source.name}: its own {reference} cannot be loaded: {reason_of(error)}", Exit.INCOMPATIBLE
-        ) from error
+        raise IncompatibleError(f"{source.name}: its own {reference} cannot be loaded: {reason_of(error)}") from error
 
 
 def stored_dtype(source: Source) -> str:
@@ -348,8 +338,7 @@ def check_paths(source: Source, output: Path, overwrite: bool) -> None:
     """Refuse an output that is the source, inside it, or around it, and one that is not empty (exit 2)."""
     for path in (Path(os.path.realpath(source.folder)), Path(os.path.realpath(output))):
         if os.fsencode(path).decode("utf-8", "replace") != str(path):
-            message = f"{path} is not valid UTF-8, and safetensors opens no such path. Rename it"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{path} is not valid UTF-8, and safetensors opens no such path. Rename it")
     if not separate(source.folder, output):
         raise LinearizeError(f"-o {output} and the source {source.folder} must be separate folders")
     check_output(output, overwrite)
@@ -399,13 +388,12 @@ def check_weights(source: Source, natives: SourceClasses) -> None:
         if name in weights and parameter.is_floating_point() and not weights[name].is_floating_point():
             dtype = str(weights[name].dtype).removeprefix("torch.")
             message = f"{source.name}: {name} holds {dtype}: surgery needs float weights; use the model's float version"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
 
 
 def disagree(what: object, how: str) -> LinearizeError:
     """What to say of a folder of which part was exchanged."""
-    message = f"config.json and the weights of {what} disagree: {how}. Download both from one revision"
-    return LinearizeError(message, Exit.INCOMPATIBLE)
+    return IncompatibleError(f"config.json and the weights of {what} disagree: {how}. Download both from one revision")
 
 
 def check_disk(plan: Plan, source: Source, output: Path) -> None:
@@ -415,5 +403,4 @@ def check_disk(plan: Plan, source: Source, output: Path) -> None:
     need = plan.needed_bytes + (0 if linked or plan.cast or source.pickled else source.bytes)
     free = shutil.disk_usage(parent).free
     if need > free:
-        message = f"need {size(need)} in {parent}, {size(free)} free. Make room, or choose another -o"
-        raise LinearizeError(message, Exit.RESOURCE)
+        raise ResourceError(f"need {size(need)} in {parent}, {size(free)} free. Make room, or choose another -o")

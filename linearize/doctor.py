@@ -16,7 +16,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from .errors import Exit, LinearizeError, existing_folder
+from .errors import ResourceError, existing_folder
 from .extras import checkout, required, with_extra
 from .terminal.output import size
 from .terminal.progress import imports, progress
@@ -52,8 +52,8 @@ def examine() -> dict[str, Any]:
     try:
         distribution = importlib.metadata.distribution("linearize")
     except importlib.metadata.PackageNotFoundError:
-        raise LinearizeError(
-            "linearize runs from its sources, so what it needs is unknown. Install it: pip install -e .", Exit.RESOURCE
+        raise ResourceError(
+            "linearize runs from its sources, so what it needs is unknown. Install it: pip install -e ."
         ) from None
     with progress("doctor", MODULES - len(sys.modules) + ANSWER) as advance, imports(advance):
         packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, required(distribution))]

@@ -50,13 +50,34 @@ class Exit(IntEnum):
 class LinearizeError(Exception):
     """A mistake or an obstacle that the user can act on: printed as one message, never as a traceback.
 
-    `message` names what was asked, what was found and what to do next; `code` is the exit code.
+    `message` names what was asked, what was found and what to do next; `code` is the exit code, that of its class
+    unless given.
     """
 
-    def __init__(self, message: str, code: Exit = Exit.USAGE) -> None:
+    usual = Exit.USAGE
+
+    def __init__(self, message: str, code: Exit | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.code = code
+        self.code = self.usual if code is None else code
+
+
+class IncompatibleError(LinearizeError):
+    """Model, mechanism, data or file do not fit together (exit 3)."""
+
+    usual = Exit.INCOMPATIBLE
+
+
+class ResourceError(LinearizeError):
+    """Disk, memory, a device, a file or a package is missing (exit 4)."""
+
+    usual = Exit.RESOURCE
+
+
+class CheckFailedError(LinearizeError):
+    """A check failed, or a number is not finite (exit 6)."""
+
+    usual = Exit.CHECK_FAILED
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -207,10 +228,9 @@ def writing(what: Path, then: str = "", inside: Path | None = None) -> Iterator[
         if inside and not full and isinstance(refused.filename, str | os.PathLike) and refused.filename2 is None:
             read = Path(refused.filename)
             if read != inside and inside not in read.parents:
-                message = f"cannot read {read}: {refused.strerror or refused}"
-                raise LinearizeError(message, Exit.RESOURCE) from error
+                raise ResourceError(f"cannot read {read}: {refused.strerror or refused}") from error
         room = ". Make room, and run the same command again" if full else ""
-        raise LinearizeError(f"cannot write {what}: {_reason(refused)}{room}{then}", Exit.RESOURCE) from error
+        raise ResourceError(f"cannot write {what}: {_reason(refused)}{room}{then}") from error
 
 
 @contextlib.contextmanager
@@ -227,12 +247,24 @@ def json_object(path: Path) -> dict[str, Any]:
     return dict(**json.loads(path.read_text("utf-8")))
 
 
+def leaves(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """What JSON holds that is no mapping and no list, or an empty one, each with its keys, in order."""
+    left: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    while left:  # no recursion: what others wrote may be nested as deep as they like
+        keys, value = left.pop()
+        if isinstance(value, dict | list) and value:
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [((*keys, key), item) for key, item in inner][::-1]
+        else:
+            yield keys, value
+
+
 def resource_error(error: BaseException) -> LinearizeError | None:
     """What to say (exit 4) of an error that nobody caught: None unless the machine refused and it can be no bug."""
     refused = os_error(error)
     if refused is None or refused.errno not in FULL + REFUSED:
         return None
-    return LinearizeError(_reason(refused), Exit.RESOURCE)
+    return ResourceError(_reason(refused))
 
 
 def _reason(refused: OSError) -> str:

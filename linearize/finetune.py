@@ -16,7 +16,7 @@ import torch
 from .checkpoint.atomic import write_result
 from .checkpoint.manifest import read_plan
 from .checkpoint.provenance import check_code_cache
-from .errors import Exit, LinearizeError, os_error, quoted
+from .errors import Exit, LinearizeError, ResourceError, os_error, quoted
 from .hub.push import check_access, push_saved
 from .job.checks import check_stage_order
 from .job.notes import not_held_out, resume_note
@@ -126,11 +126,10 @@ def memory_errors(tuner: Finetuner) -> Iterator[None]:
         if isinstance(error, torch.cuda.OutOfMemoryError):
             peak, total = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.mem_get_info()[1] / 2**30
             what = f"CUDA out of memory (peak {peak:.1f} of {total:.1f} GiB)"
-        raise LinearizeError(
+        raise ResourceError(
             f"{what}. Try, cheapest first: runtime.gradient_checkpointing=true; batch.per_device=1 with a larger "
             f"batch.gradient_accumulation_steps; a smaller data.pack.seq_len (now {tuner.recipe.data.pack.seq_len}); "
-            f"train: [new, lora]. Last checkpoint: {tuner.last_checkpoint or 'none'}",
-            Exit.RESOURCE,
+            f"train: [new, lora]. Last checkpoint: {tuner.last_checkpoint or 'none'}"
         ) from error
 
 

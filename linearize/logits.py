@@ -40,7 +40,7 @@ from .data.logits import (
 )
 from .data.packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
 from .demo import named_base
-from .errors import Exit, LinearizeError, existing_folder, writing
+from .errors import CheckFailedError, LinearizeError, ResourceError, existing_folder, writing
 from .job.checks import check_packages
 from .job.resolve import say_nothing
 from .job.source import base_path
@@ -207,8 +207,7 @@ def open_teacher_named(recipe: Recipe, top: int) -> tuple[Named, Any, int]:
         raise LinearizeError("the recipe has no logit_kl stage, and only those read stored logits")
     for stage in recipe.stages:
         if isinstance(stage, OnPolicyKL):
-            message = f"{stage.name}: its text is written while it trains, so no logits of it can be stored"
-            raise LinearizeError(message)
+            raise LinearizeError(f"{stage.name}: its text is written while it trains, so no logits of it can be stored")
     named = teacher_to_write(recipe)
     tokenizer, model = base_tokenizer(recipe), meta_teacher(named)
     check_teacher_model(named, model, recipe)
@@ -218,12 +217,11 @@ def open_teacher_named(recipe: Recipe, top: int) -> tuple[Named, Any, int]:
         raise LinearizeError(f"--top {top}: the models have {vocabulary} tokens. Give {vocabulary}, or less")
     check_packages(recipe)
     for stage in recipe.stages:
-        for split in ("train", "eval"):
-            if (source := getattr(recipe.data_for(stage), split)) is not None:
-                if any(isinstance(part, TeacherSource) for part, _ in parts_of(source)):
-                    message = f"{stage.name}: the teacher writes its text when the run begins. Give data.train files"
-                    raise LinearizeError(f"{message}: those of such a run are in its folder cache")
-                check_source(source, model, recipe.folder, f"data.{split}")
+        for name, source in recipe.sources_of(stage).items():
+            if any(isinstance(part, TeacherSource) for part, _ in parts_of(source)):
+                message = f"{stage.name}: the teacher writes its text when the run begins. Give data.train files"
+                raise LinearizeError(f"{message}: those of such a run are in its folder cache")
+            check_source(source, model, recipe.folder, name)
     return named, tokenizer, vocabulary
 
 
@@ -321,10 +319,9 @@ def check_disk(output: Path, due: int) -> None:
     """Raise LinearizeError (exit 4) where the disk has no room for so many bytes."""
     free = free_bytes(output)
     if due > free:
-        raise LinearizeError(
+        raise ResourceError(
             f"{output} would take {size(due)} more, {size(free)} are free. Make room, choose another -o, or a smaller "
-            "--top",
-            Exit.RESOURCE,
+            "--top"
         )
 
 
@@ -342,9 +339,8 @@ def predicted(
             logits = forward(teacher, batch)
         likeliest = top_logits(logits[..., :vocabulary], top, temperature=temperature)
         if likeliest.values.isnan().any():  # of tokens with a logit that is infinite or no number
-            raise LinearizeError(
-                f"the teacher's logits are not finite in {teacher.dtype}. Set teacher.dtype: bfloat16 or float32",
-                Exit.CHECK_FAILED,
+            raise CheckFailedError(
+                f"the teacher's logits are not finite in {teacher.dtype}. Set teacher.dtype: bfloat16 or float32"
             )
         found["values"].append(likeliest.values.float().cpu())
         found["indices"].append(likeliest.indices.int().cpu())

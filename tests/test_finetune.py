@@ -447,7 +447,7 @@ def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.Cap
     assert holds(err, "model's")
     assert holds(err, "reloaded", "linearize")
     assert "logit_kl 2/2" in err
-    assert re.search(r"calibrated on \d+ tokens: new parameters now start where", err)
+    assert re.search(r"calibrated on \d+ tokens", err)
     assert holds(err, "evaluation", "follow")
     final, run = tmp_path / "run" / "final", tmp_path / "run"
     last = err.splitlines()[-1]
@@ -737,11 +737,9 @@ def test_a_teacher_that_was_trained_is_told(root: Path, tmp_path: Path) -> None:
         tmp_path / "a", base(root, "llama"), stage("sft", "lora", steps=1), finish={"merge_lora": False}
     )
     finetune(apart, say=messages.append)
-    assert f"saved {tmp_path / 'a/run/final'}, without its LoRA, which lies in its folder adapter" in "\n".join(
-        messages
-    )
+    assert any(holds(line, f"saved {tmp_path / 'a/run/final'}", "LoRA", "adapter") for line in messages)
     estimated(make_recipe(tmp_path / "b", tmp_path / "a/run/final", stage("logit_kl")), messages.append)
-    assert any(line.endswith("final/adapter was not merged, and this run begins without it") for line in messages)
+    assert any(holds(line, "final/adapter", "not merged") for line in messages)
 
 
 # ---------------------------------------------------------------- bad input

@@ -171,8 +171,7 @@ def test_a_twin_is_listed_compared_and_scored_like_its_linear_sister(tmp_path: P
     code, out, err = linearize("compare", run)
     assert (code, "softmax" in out) == (0, True), err
     page = (run / "report.html").read_text()
-    assert "random llama: all layers keep softmax." in page
-    assert "Nothing to compare: all layers are softmax." in page
+    assert holds(page, "random llama: all layers", "Nothing to compare")
     code, _, err = linearize("verify", run / "final")
     assert (code, holds(err, "linearize", "converted")) == (3, True), err
     asked = ["--teacher", run / "converted", "--recipe", tmp_path / "recipe.yaml"]

@@ -35,8 +35,8 @@ from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_implied
-from ..layers.scan import each_sequence, numbered
-from ..layers.pool import check_pool, on_rows
+from ..layers.scan import numbered
+from ..layers.pool import check_pool, each_sequence, on_rows
 
 
 def gdn(
@@ -232,7 +232,7 @@ class GatedDeltaNet(Recurrent, Mixer):
             own |= {"taps": max(4, taps), "norm": norm, "output_gate": output_gate, "window": near.get("window", 0)}
             check_implied("native", {**self.implied["native"], "window": 0}, own)
         super().__init__(site, rope, **near)
-        self.native = self.raw = native
+        self.native = self.skip_qk_norm = native
         self.ones: Tensor | None = None  # while `calibrate` runs: hidden states times it are about 1
         if native:
             constant = import_module("..layers.constant", __package__)

@@ -39,8 +39,8 @@ from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import GLAState, Inputs, fresh_state, gla_chunked, gla_step
 from ..layout import TokenLayout
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors, gated, output_gate_at
-from ..layers.scan import each_sequence, numbered
-from ..layers.pool import check_pool, on_rows
+from ..layers.scan import numbered
+from ..layers.pool import check_pool, each_sequence, on_rows
 
 
 def gla(

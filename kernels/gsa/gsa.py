@@ -41,9 +41,9 @@ from .eager import (
 from ..layout import TokenLayout, once
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_half_lives, check_power_of_two, full_precision, positions
 from ..layers.norm import fit_size, give_size, head_norm
-from ..layers.scan import document_tokens, each_sequence, numbered
+from ..layers.scan import document_tokens, numbered
 from ..layers.sequences import sequence_places
-from ..layers.pool import check_pool, on_rows, put, take
+from ..layers.pool import check_pool, each_sequence, on_rows, put, take
 
 
 def gsa(

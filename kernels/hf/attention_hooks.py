@@ -77,8 +77,8 @@ class Call:
         # The rotary embedding that was taken away from q and k.
         self.rotation: Rotation | None = None
         self.teacher_output: Tensor | None = None
-        # Whether the module's norms of q and k are passed over (`past_norm`).
-        self.raw = False
+        # Whether the module's norms of q and k are passed over (`skip_norm`).
+        self.skip_qk_norm = False
 
     def arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the attention function was told, else its module, else the model."""
@@ -127,7 +127,7 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     call = mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
-    call.raw = mixer.raw
+    call.skip_qk_norm = mixer.skip_qk_norm
     call.rotation = without_rotation(bound, mixer.site.routed)
     return tuple(bound.pop(name) for name in mixer.arguments[: len(args)]), bound
 
@@ -151,11 +151,11 @@ def after_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
         )
 
 
-def past_norm(mixer: Mixer, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+def skip_norm(mixer: Mixer, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Hook of an attention module's norm of q or k: its input, where the mixer takes that, else its output."""
     call = mixer.calls.get(this_thread())
     given: Tensor = args[0]
-    return output if call is None or not call.raw else given
+    return output if call is None or not call.skip_qk_norm else given
 
 
 def hidden_name(mixer: Mixer) -> str:
@@ -281,7 +281,7 @@ def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher
     bound |= {name: None for name in CACHE_NAMES if name in bound}  # its keys went into the cache the first time
     if mixer.drop_rope:
         call = mixer.calls[this_thread()]
-        call.raw, call.rotation = mixer.raw, without_rotation(bound, mixer.site.routed)
+        call.skip_qk_norm, call.rotation = mixer.skip_qk_norm, without_rotation(bound, mixer.site.routed)
     reduce_keys(module, mixer.reductions, False)
     with torch.enable_grad():
         with mixer.transfer.student(module):
@@ -335,10 +335,10 @@ def attach(
             mixer.patches = watch_patches(model.get_submodule(_own_path(model, site.grid_from)))
         module.mixer = mixer
         position_hooks.mixers.append(mixer)
-        if mixer.raw:
+        if mixer.skip_qk_norm:
             for norm in (getattr(module, name, None) for name in HEAD_NORMS):
                 if isinstance(norm, nn.Module):
-                    norm.register_forward_hook(functools.partial(past_norm, mixer))
+                    norm.register_forward_hook(functools.partial(skip_norm, mixer))
         before, after = before_attention, after_attention
         if capture:
             before, after = torch.compiler.disable(before), torch.compiler.disable(after)

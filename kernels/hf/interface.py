@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..layout import check_columns, is_traced, seen_through
+from ..layout import check_columns, is_traced, mark_unpadded
 
 # linearize_sdpa: some layers keep softmax, through sdpa. linearize_all_sdpa: none does, so no T x T mask is built.
 # linearize_transfer_sdpa: softmax runs everywhere, and each mixer is compared with it on the same input.
@@ -116,7 +116,7 @@ def make_mask(prefix: str, backend: str, *args: Any, **kwargs: Any) -> Any:
     if prefix == ALL and asked == "mixed" and kwargs.get("q_length") != 1:
         backend = "sdpa"
     elif prefix == ALL:
-        return seen_through(kwargs.get("attention_mask"), kwargs.get("q_length"))
+        return mark_unpadded(kwargs.get("attention_mask"), kwargs.get("q_length"))
     mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[backend](*args, **kwargs)
     if isinstance(mask, Tensor) and not is_traced(mask):
         mask.of_transformers = asked  # type: ignore[attr-defined]

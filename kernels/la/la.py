@@ -31,8 +31,8 @@ from ..linear.linear import linear_attention, linear_attention_bidirectional
 from ..linear.bidirectional_launch import both_op
 from ..linear.launch import GUARD, Precision, chunked_op, fits_unit, pool_op, resolve_precision, step_op, use_triton
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_power_of_two, feature_parts, full_precision
-from ..layers.pool import check_pool, on_rows
-from ..layers.scan import document_tokens, each_sequence, numbered
+from ..layers.pool import check_pool, each_sequence, on_rows
+from ..layers.scan import document_tokens, numbered
 
 
 class LAState(NamedTuple):
@@ -139,12 +139,12 @@ def _each_with_mass(
     """`la_with_mass` of sequences laid end to end, one after the other in PyTorch."""
     way: Any = {"causal": causal, "unit": unit, "backend": "torch", "precision": "auto", "chunk_size": chunk_size}
 
-    def run(q: Tensor, k: Tensor, v: Tensor, state: LAState | None) -> tuple[Tensor, Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor, state: LAState | None) -> tuple[Tensor, Tensor, LAState]:
         o, g, last = la_with_mass(q, k, v, a, b, None, None, None, state if causal else None, **way)
-        return torch.cat([o.to(g.dtype), g[..., None]], -1), fresh_state(q, k, v) if last is None else last
+        return o, g, fresh_state(q, k, v) if last is None else last
 
-    both, last = each_sequence(run, cu, state, q=q, k=k, v=v)
-    return both[..., :-1].to(q.dtype), both[..., -1], last
+    found: tuple[Tensor, Tensor, LAState] = each_sequence(run, cu, state, q=q, k=k, v=v)
+    return found
 
 
 def _la_triton(

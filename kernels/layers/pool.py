@@ -1,14 +1,18 @@
-"""Pools: states of many sequences [N,..], of which a call names the rows that it reads and writes, as a server keeps them.
+"""Calls of several sequences, for code that knows one sequence a row and a state of its own for each.
+
+`on_sequences` runs sequences that are laid end to end, one after the other. `on_rows` runs on a pool: states of many
+sequences [N,..], of which a call names the rows that it reads and writes, as a server keeps them.
 
 A row below 0 is padding. It outputs 0; nothing is read for it, and nothing written. No other two of a call's rows are
-the same. Nothing here waits for the GPU, so that a call can be recorded as a CUDA graph.
+the same. Nothing of pools waits for the GPU, so that a call can be recorded as a CUDA graph.
 
-Letters: N rows of a pool, B rows of a call, T time.
+Letters: N rows of a pool, B rows of a call, T time, S sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,3 +64,24 @@ def on_rows(
     *results, state = run(state=take(pool, rows), padding=real if padding is None else padding & real)
     put(pool, rows, state)
     return (*results, pool)
+
+
+def on_sequences(run: Callable[[slice, Any], tuple[Any, ...]], cu: Tensor, state: Any) -> tuple[Any, ...]:
+    """What `run` returns, given the place of each sequence in the row and its state: outputs [1,T,..], joined to the row,
+    and last the state, which `state` [S,..] (a NamedTuple, or None) was before. Sequences begin at `cu` [S+1]."""
+    found = []
+    for n, (start, end) in enumerate(pairwise(cu.tolist())):
+        own = None if state is None else type(state)(*(part[n : n + 1] for part in state))
+        found.append(run(slice(start, end), own))
+    *outputs, states = zip(*found, strict=True)
+    after = type(states[0])(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+    return (*(torch.cat(parts, 1) for parts in outputs), after)
+
+
+def each_sequence(run: Callable[..., tuple[Any, ...]], cu: Tensor, state: Any, **rows: Tensor | None) -> Any:
+    """`on_sequences` with the own part of each of `rows` [1,T,..], by name, and `state`."""
+
+    def alone(own: slice, state: Any) -> tuple[Any, ...]:
+        return run(**{name: None if y is None else y[:, own] for name, y in rows.items()}, state=state)
+
+    return on_sequences(alone, cu, state)

@@ -17,9 +17,7 @@ C chunk, N chunks, w width and n number of blocks. Rows of queries are [C*G], th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,20 +40,6 @@ def into_chunks(y: Tensor, C: int, heads: int, dtype: torch.dtype) -> Tensor:
 def from_chunks(y: Tensor, C: int, T: int) -> Tensor:
     """The inverse of `into_chunks`: [B,E,N,C*G,Y] -> [B,T,E*G,Y]."""
     return y.unflatten(3, (C, -1)).permute(0, 2, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)[:, :T]
-
-
-def each_sequence(
-    run: Callable[..., tuple[Tensor, Any]], cu: Tensor, state: Any, **rows: Tensor | None
-) -> tuple[Tensor, Any]:
-    """`cu_seqlens` [S+1] as a loop: `run` for each sequence of `rows` [1,T,..], each row of `state` (a NamedTuple)."""
-    outputs, states = [], []
-    for n, (start, end) in enumerate(pairwise(cu.tolist())):
-        own = None if state is None else type(state)(*(x[n : n + 1] for x in state))
-        own_rows = {name: None if y is None else y[:, start:end] for name, y in rows.items()}
-        o, last = run(**own_rows, state=own)
-        outputs.append(o)
-        states.append(last)
-    return torch.cat(outputs, 1), type(states[0])(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
 
 def scan_states(decay: Tensor, added: Tensor, S: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class Mamba2(Recurrent, Mixer):
         """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
         super().__init__(site, rope=False)
         self.build("query", "identity", "none", (half_life_min, half_life_max), chunk_size)
-        self.gate_std, self.raw = gate_std, True
+        self.gate_std, self.skip_qk_norm = gate_std, True
         self.norm = HeadNorm(site.heads, site.value_dim, eps)
         self.step = DecayLinear(site.hidden, site.heads)
         self.A_log = nn.Parameter(torch.empty(site.heads))

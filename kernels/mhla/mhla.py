@@ -395,7 +395,7 @@ class MultiHeadLinearAttention(Mixer):
         return super().obstacle(site)
 
     @classmethod
-    def idle(cls, site: AttentionSite, flat: bool) -> dict[str, str]:
+    def unused_options(cls, site: AttentionSite, flat: bool) -> dict[str, str]:
         if site.causal:
             found = dict.fromkeys(("frames", "rows", "columns"), "causal attention has blocks of block_size tokens")
             return found | {"dwc": "its convolution is bidirectional, and attention here is causal"}

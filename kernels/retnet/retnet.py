@@ -32,8 +32,8 @@ from ..layout import TokenLayout
 from ..linear.linear import linear_attention
 from ..linear.launch import Precision, chunked_op, pool_op, resolve_precision, step_op, use_triton
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors, full_precision, gated, output_gate_at
-from ..layers.scan import each_sequence, numbered
-from ..layers.pool import check_pool, on_rows
+from ..layers.scan import numbered
+from ..layers.pool import check_pool, each_sequence, on_rows
 
 
 class RetNetState(NamedTuple):

@@ -33,10 +33,10 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, use_kernels, wants_gradients
-from ..layers.pool import check_pool, on_rows
+from ..layers.pool import check_pool, each_sequence, on_rows
 from ..layout import TokenLayout, once
 from ..mixer import Bounds, Mixer, AttentionSite, full_precision
-from ..layers.scan import each_sequence, numbered
+from ..layers.scan import numbered
 from ..layers.sequences import Spliced, splice
 from .blend import blend
 from .launch import runs_on, window_op
@@ -148,12 +148,11 @@ def _each(
     """`window` of sequences that begin at `cu` [n+1], one after the other; `sizes` are S, W."""
     sink, W = sizes
 
-    def run(q: Tensor, k: Tensor, v: Tensor, state: Ring | None) -> tuple[Tensor, Ring]:
-        o, mass, ring = _whole(q, k, v, (sink, W, q.shape[1]), scale, None, None, state)
-        return torch.cat([o.to(mass.dtype), mass[..., None]], -1), ring
+    def run(q: Tensor, k: Tensor, v: Tensor, state: Ring | None) -> tuple[Tensor, Tensor, Ring]:
+        return _whole(q, k, v, (sink, W, q.shape[1]), scale, None, None, state)
 
-    both, ring = each_sequence(run, cu, state, q=q, k=k, v=v)
-    return both[..., :-1].to(v.dtype), both[..., -1], ring
+    found: tuple[Tensor, Tensor, Ring] = each_sequence(run, cu, state, q=q, k=k, v=v)
+    return found
 
 
 class _Ends(NamedTuple):

@@ -64,9 +64,15 @@ def short(dtype: str) -> str:
 
 
 class Case:
-    """One mechanism's op, its shapes and its peers. A subclass sets `shapes` and `errors` and writes `inputs` and `op`;
-    `steps`, `state` and `step` where there is a decode step, `fla` where flash-linear-attention has the same.
+    """One mechanism's op, its shapes and its peers. A subclass sets `function`, `shapes` and `errors`, and writes
+    `inputs`; `steps` and `memory` or `state` where there is a decode step, `fla` where flash-linear-attention has the
+    same.
     """
+
+    # A staticmethod: called with what `inputs` gives, `backend` and, for a step, `state`; returns output and new state.
+    function: ClassVar[Callable[..., Any]]
+    # The class of its state, where that is one memory [B,Hkv,D,D].
+    memory: ClassVar[Any] = None
 
     # Speed and memory; the first, cut to one sequence of 256 tokens, is also what the first call is timed with.
     shapes: ClassVar[tuple[Shape, ...]]
@@ -93,7 +99,7 @@ class Case:
 
     def op(self, inputs: list[Tensor], shape: Shape, backend: str) -> Tensor:
         """The forward pass, [B,T,H,D]; `backend` is `triton` or `torch` and insists."""
-        raise NotImplementedError
+        return self.function(*inputs, backend=backend)[0]
 
     def peers(self, inputs: list[Tensor], shape: Shape, backend: str) -> dict[str, Run]:
         """Name -> forward pass of what else of this package it is to be compared with. The name of a variant of the
@@ -106,11 +112,11 @@ class Case:
 
     def state(self, shape: Shape, device: str) -> Any:
         """A decode state of such a shape, a NamedTuple of tensors, filled with random numbers."""
-        raise NotImplementedError
+        return self.memory(torch.randn(shape.B, shape.Hkv, shape.D, shape.D, device=device))
 
     def step(self, inputs: list[Tensor], state: Any, backend: str) -> Any:
         """One token more: the output and the new state."""
-        raise NotImplementedError
+        return self.function(*inputs, state=state, backend=backend)
 
     def shorten(self, shape: Shape, tokens: int) -> Shape:
         """The shape with at most `tokens` tokens: fewer sequences, then shorter ones."""

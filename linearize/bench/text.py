@@ -272,9 +272,8 @@ def filled_cache(model: Any, batch: int, context: int, static: bool = False) -> 
         if hasattr(layer, "state"):
             layer.seen = context
         else:
-            layer.update(*(_more(x, context - PROMPT) for x in (layer.keys, layer.values)))
+            more = [
+                x.new_empty(*x.shape[:2], context - PROMPT, x.shape[3]).normal_() for x in (layer.keys, layer.values)
+            ]
+            layer.update(*more)
     return cache
-
-
-def _more(x: Tensor, tokens: int) -> Tensor:
-    return torch.randn(*x.shape[:2], tokens, x.shape[3], device=x.device, dtype=x.dtype)

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from linearize_kernels.hf.attention_hooks import TRAINED
 
-from ..errors import MALFORMED, Exit, LinearizeError
+from ..errors import MALFORMED, IncompatibleError, LinearizeError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan, Step, grouped, item_bytes
 from ..probe.probe import probe
@@ -43,7 +43,7 @@ def adopt(folder: Path, output: Path, *, trust_remote_code: bool = False) -> Pla
     source = open_source(str(folder), None)
     if source.pickled:
         message = f"{folder} has pickled weights. Save the model with safetensors, which save_pretrained does by itself"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     natives = natives_of(known)
     plan = whole_plan(known, source, natives)
     with output_folder(output, overwrite=False) as target:
@@ -51,16 +51,8 @@ def adopt(folder: Path, output: Path, *, trust_remote_code: bool = False) -> Pla
             link_or_copy(shard, target / shard.name)
         checkpoint.write_index(target, {shard.name: list(read_header(shard)) for shard in source.shards})
         checkpoint.copy_carried(folder, target)
-        for name, text in code_files(plan, natives).items():
-            (target / name).write_text(text, "utf-8")
-        config = checkpoint.converted_config(source.config, plan, natives)
-        checkpoint.write_json(target / "config.json", config | {TRAINED: True})
-        from . import card  # which imports recipes
-
-        (target / "README.md").write_text(card.model_card(plan, folder), "utf-8", errors="replace")
-        hashes = checkpoint.no_hashes()
-        checkpoint.cover(target, hashes)
-        checkpoint.write_json(target / checkpoint.MANIFEST, checkpoint.manifest(target, plan, hashes))
+        config = checkpoint.converted_config(source.config, plan, natives) | {TRAINED: True}
+        checkpoint.write_rest(target, source, plan, code_files(plan, natives), checkpoint.no_hashes(), config)
     return plan
 
 

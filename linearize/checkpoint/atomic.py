@@ -233,18 +233,19 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def check_result(path: Path, begins: str, command: str) -> None:
+def check_result(path: Path, begins: str | bytes, command: str) -> None:
     """Before `command` computes what it will write: refuse (exit 2) a folder, a pipe, and a file that does not begin as
     its results do, which is somebody's; and (exit 4) a folder that lets nobody write."""
     if path.is_dir():
         raise LinearizeError(f"{path} is a folder. Name a file in it")
     nearest = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    begins = begins.encode() if isinstance(begins, str) else begins
     with writing(path):
         if path.exists():
             check_file(path)
             with path.open("rb") as file:
-                found = file.read(len(begins.encode()))
-            if found not in (b"", begins.encode()):
+                found = file.read(len(begins))
+            if found not in (b"", begins):
                 raise LinearizeError(
                     f"{path} is there already, and linearize {command} did not write it. Choose another file, or move "
                     "that one away"

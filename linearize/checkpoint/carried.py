@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_imports
 
-from ..errors import Exit, LinearizeError, no_file
+from ..errors import Exit, IncompatibleError, no_file
 
 # What transformers reads of tokenizers, processors and generation settings. The tokenizers' own names are those of
 # `vocab_files_names` in every tokenizer class of transformers 5.17 and 5.23; a test compares them.
@@ -164,10 +164,9 @@ def check_file(path: Path, folder: Path) -> None:
         raise no_file(path, Exit.INCOMPATIBLE)
     blobs = root.parent.parent / "blobs"
     if root not in real.parents and not (root.parent.name == "snapshots" and blobs in real.parents):
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{path} is a link to {real}, outside of the source's folder, and its content would be copied. Remove it, "
-            "or put the file itself there",
-            Exit.INCOMPATIBLE,
+            "or put the file itself there"
         )
 
 

@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from .shards import BLOCK, meta_tensors, read_bytes, read_tensor
-from .source import Entry, Source, read_header
+from .source import Places, Source, tensor_places
 
 FP8, SUFFIX = "F8_E4M3", "_scale_inv"
-Places = dict[str, tuple[Path, Entry]]  # name -> shard, and where in it
-
-
-def places(source: Source) -> Places:
-    """Where every tensor of a source lies."""
-    return {name: (shard, entry) for shard in source.shards for name, entry in read_header(shard).items()}
 
 
 def is_scale(name: str, known: Any) -> bool:
@@ -36,7 +29,7 @@ def cut_blocks(source: Source) -> bool:
     scales, and loads no such weight where it has to dequantize."""
     if source.block is None:
         return False
-    weights = [entry.shape for _, entry in places(source).values() if entry.dtype == FP8]
+    weights = [entry.shape for _, entry in tensor_places(source.shards).values() if entry.dtype == FP8]
     return any(size % part for shape in weights for size, part in zip(shape, source.block, strict=False))
 
 
@@ -64,10 +57,9 @@ def dequantized(name: str, known: Places, block: tuple[int, int]) -> Iterator[to
     shape = tuple(math.ceil(size / part) for size, part in zip(entry.shape, block, strict=False))
     if where is None or len(entry.shape) != 2 or where[1].shape != shape:
         found = "none" if where is None else list(where[1].shape)
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{shard}: {name} is FP8 {list(entry.shape)} in blocks of {list(block)}, and its scales are {found}, not "
-            f"{list(shape)}. Download the model again, or use its float version",
-            Exit.INCOMPATIBLE,
+            f"{list(shape)}. Download the model again, or use its float version"
         )
     scales = torch.cat([part.float() for part in read_tensor(*where)]).view(shape)
     (rows, columns), at_once = entry.shape, max(1, BLOCK // max(1, entry.shape[1]))

@@ -26,7 +26,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as theirs
 
-from ..errors import Exit, LinearizeError, absent, check_file, reason_of, resource_error, writing
+from ..errors import (
+    Exit,
+    IncompatibleError,
+    LinearizeError,
+    ResourceError,
+    absent,
+    check_file,
+    reason_of,
+    resource_error,
+    writing,
+)
 from ..export.to_gguf import INSTALL, SPLITS, llama3_factors
 from ..plan.plan import some
 from ..probe.probe import model_class_of
@@ -51,10 +61,10 @@ def as_folder(path: Path, weights: bool) -> Path:
     Raises LinearizeError: 3 for what cannot be read exactly, 4 without the package gguf and without room.
     """
     if not path.exists():
-        raise LinearizeError(absent(path).message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(absent(path).message)
     check_file(path, Exit.INCOMPATIBLE)
     if importlib.util.find_spec("gguf") is None:
-        raise LinearizeError(f"{path} needs the package gguf: {INSTALL}", Exit.RESOURCE)
+        raise ResourceError(f"{path} needs the package gguf: {INSTALL}")
     found = path.stat()
     return _made(path.absolute(), weights, (found.st_size, found.st_mtime_ns), os.getpid())
 
@@ -207,7 +217,7 @@ def _write_weights(folder: Path, path: Path, shapes: dict[str, Any], value: Any,
     need, free = sum(sizes.values()), shutil.disk_usage(folder).free
     if need > free:
         message = f"need {size(need)} in {path.parent} for the float weights of {path.name}, {size(free)} free"
-        raise LinearizeError(f"{message}. Make room, or move the file", Exit.RESOURCE)
+        raise ResourceError(f"{message}. Make room, or move the file")
     shards: list[list[str]] = [[]]
     for name, count in sizes.items():
         if shards[-1] and sum(sizes[one] for one in shards[-1]) + count > SHARD:
@@ -237,9 +247,9 @@ def _readable(path: Path) -> Iterator[None]:
         if isinstance(error, LinearizeError) or resource_error(error) is not None:
             raise
         message = f"{path} cannot be read as GGUF: {type(error).__name__}: {reason_of(error)}"
-        raise LinearizeError(f"{message}. Download it again, or convert the float model", Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"{message}. Download it again, or convert the float model") from error
 
 
 def refused(path: Path, what: str) -> LinearizeError:
     """The error (exit 3) for a file that is not read exactly."""
-    return LinearizeError(f"{path} is {what}", Exit.INCOMPATIBLE)
+    return IncompatibleError(f"{path} is {what}")

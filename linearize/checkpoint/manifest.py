@@ -16,7 +16,7 @@ from typing import Any
 from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
-from ..errors import MALFORMED, Exit, LinearizeError
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError
 from ..plan.plan import DIFFUSERS, Plan, Step, some
 from ..terminal.progress import Advance
 from .atomic import MANIFEST
@@ -36,35 +36,31 @@ def read_plan(folder: Path) -> Plan:
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         if manifest.get("format", 1) > FORMAT:
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"{folder} was written by linearize {manifest.get('linearize')}, in a format that is unknown to "
-                f"{__version__}. Use that version or a newer one",
-                Exit.INCOMPATIBLE,
+                f"{__version__}. Use that version or a newer one"
             )
         plan = Plan.from_json(manifest["plan"])
         if plan.model_type == DIFFUSERS:
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"{folder} holds {plan.architecture} of diffusers. Train it with a recipe of latents, as "
-                "docs/diffusers.md says",
-                Exit.INCOMPATIBLE,
+                "docs/diffusers.md says"
             )
         return plan
     except (OSError, *MALFORMED) as error:
         if plan_of_resaved(folder):
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"{folder} is linearized but has no {MANIFEST}, which says what is whose in it; "
                 "save_pretrained leaves it out. finetune, eval, generate, verify, serve, export and push take the "
-                "folder as it is",
-                Exit.INCOMPATIBLE,
+                "folder as it is"
             ) from error
         gone = isinstance(error, FileNotFoundError)
         if gone and not any((folder / name).exists() for name in ("config.json", "model_index.json")):
             raise no_model(folder) from error
         reason = f"it has no {MANIFEST}" if gone else f"{type(error).__name__}: {error}"
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{folder} is no folder written by linearize convert ({reason}). "
-            "Convert first, or add a convert section to the recipe",
-            Exit.INCOMPATIBLE,
+            "Convert first, or add a convert section to the recipe"
         ) from error
 
 
@@ -109,8 +105,7 @@ def listed_files(folder: Path) -> list[str]:
     path = folder / MANIFEST
     listed = read_json(path).get("files") if path.exists() else None
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        message = f"{path} does not say which files are the model's. Convert or train again"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{path} does not say which files are the model's. Convert or train again")
     return listed
 
 

@@ -22,7 +22,7 @@ from linearize_kernels.hf.attention_hooks import TRAINED
 from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
-from ..errors import MALFORMED, Exit, LinearizeError, quoted, reason_of, resource_error
+from ..errors import MALFORMED, IncompatibleError, LinearizeError, ResourceError, quoted, reason_of, resource_error
 from ..plan.mechanisms import build_mixer, check_name, mechanism_names, present_options, renamed_options
 from ..plan.plan import Plan, some
 from ..probe.probe import model_class_of
@@ -32,7 +32,7 @@ from .code import MODELING_FILE, SourceClasses, auto_map, modeling, plan_parts
 from .flatten import imported
 from .known_code import known_files, sha256_of
 from .manifest import plan_in, plan_of, read_plan, recipes_of
-from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_header, read_json
+from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_json, tensor_places
 
 # A line of code that knows the cache by the name that transformers gives it from 5.24 on.
 KNOWS_CACHE = 'CACHE_NAMES = ("cache",'
@@ -69,10 +69,9 @@ def check_code_cache() -> None:
     try:
         os.makedirs(HF_MODULES_CACHE, exist_ok=True)
     except OSError as error:
-        raise LinearizeError(
+        raise ResourceError(
             f"cannot make {HF_MODULES_CACHE} ({error.strerror}), where transformers copies the code of a model. Set "
-            "HF_HOME, or HF_MODULES_CACHE, to a folder that can be written",
-            Exit.RESOURCE,
+            "HF_HOME, or HF_MODULES_CACHE, to a folder that can be written"
         ) from error
 
 
@@ -97,7 +96,7 @@ def usable(folder: Path) -> Iterator[None]:
         if resource_error(error) is not None:
             raise
         message = f"{folder / 'config.json'} cannot be used: {reason_of(error)}. Restore it, or convert the model again"
-        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(message) from error
 
 
 def check_mechanisms(folder: Path, plan: Plan) -> None:
@@ -112,20 +111,18 @@ def check_mechanisms(folder: Path, plan: Plan) -> None:
         try:
             check_name(name)
         except LinearizeError as error:
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"{folder}: {error.message}. Use the version of linearize that wrote it or a newer one, or download it "
-                "again",
-                Exit.INCOMPATIBLE,
+                "again"
             ) from error
 
 
 def refuse_code(folder: Path, origin: Origin) -> None:
     """Raise LinearizeError (exit 3) where files of a folder, whose code is about to run, were changed."""
     if origin.changed:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{folder} carries other code than linearize {origin.version} wrote ({some(origin.changed)}), and it would "
-            "run. Read it, then pass --trust-remote-code (in a recipe, model.trust_remote_code: true)",
-            Exit.INCOMPATIBLE,
+            "run. Read it, then pass --trust-remote-code (in a recipe, model.trust_remote_code: true)"
         )
 
 
@@ -141,7 +138,7 @@ def with_present_options(plan: Plan) -> tuple[Plan, dict[str, str]]:
 
 def check_mixers(folder: Path, plan: Plan) -> None:
     """Raise LinearizeError (exit 3) where this version's mixers have other parameters than the folder has."""
-    stored = {name: entry.shape for path in folder.glob("*.safetensors") for name, entry in read_header(path).items()}
+    stored = {name: entry.shape for name, (_, entry) in tensor_places(folder.glob("*.safetensors")).items()}
     wanted: dict[str, tuple[int, ...]] = {}
     for step in plan.steps:
         with torch.device("meta"):
@@ -150,10 +147,9 @@ def check_mixers(folder: Path, plan: Plan) -> None:
     for name in sorted(wanted):
         if stored.get(name) != wanted[name]:
             found = f"{list(stored[name])} in {folder}" if name in stored else f"not in {folder}"
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"{name} is {found}, and {list(wanted[name])} in linearize {__version__}: its mixers are others. "
-                "Convert the source again, or use the version that wrote the folder",
-                Exit.INCOMPATIBLE,
+                "Convert the source again, or use the version that wrote the folder"
             )
 
 
@@ -221,10 +217,9 @@ def check_config(folder: Path) -> None:
     plan, config = read_plan(folder), read_json(folder / "config.json")
     found = next(differences(plan, config), None)
     if found:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{folder / 'config.json'} does not follow the plan in {checkpoint.MANIFEST}: {found}. Restore the file, "
-            "or download or convert the model again",
-            Exit.INCOMPATIBLE,
+            "or download or convert the model again"
         )
 
 

@@ -6,13 +6,10 @@ import contextlib
 import dataclasses
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..errors import Exit, LinearizeError, undamaged
+from ..errors import CheckFailedError, IncompatibleError, LinearizeError, undamaged
 from ..plan.plan import Plan
 from ..plan.reconvert import check_unused, plan_reconversion, same_mechanism
 from ..plan.request import Request
@@ -34,9 +31,7 @@ from .provenance import (
     with_present_options,
 )
 from .shards import place_shard, read_tensor, write_shard
-from .source import Entry, Source, read_header, read_json
-
-Places = dict[str, tuple[Path, Entry]]  # of tensors, by name
+from .source import Places, Source, read_header, read_json, tensor_places
 
 
 def mixer_prefixes(source: Source) -> tuple[str, ...]:
@@ -59,10 +54,9 @@ def plan_converted(
         recipe = read_json(folder / checkpoint.MANIFEST).get("recipe")
         apart = recipe is not None and has_lora_apart(recipe)
     if apart:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{source.name}: the LoRA in its folder adapter is apart from its weights, and the result would be without "
-            "it. Train it again with finish.merge_lora=true",
-            Exit.INCOMPATIBLE,
+            "it. Train it again with finish.merge_lora=true"
         )
     if weights:
         # What goes along; of the Hub nothing else is downloaded, such as pictures of the card.
@@ -72,7 +66,7 @@ def plan_converted(
         head = natives_of(old).head
     except (ValueError, LinearizeError) as error:
         message = f"{source.name} is {old.architecture} of code that came with its source. Convert the source again"
-        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(message) from error
     natives = SourceClasses(native_config(source, old), head)
     given = dict(asked.pop("options", None) or {})
     options = given
@@ -92,7 +86,7 @@ def plan_converted(
 
 def places_of(source: Source) -> tuple[Places, Places]:
     """Where the tensors of a converted model lie: those of the source's modules, and those of mixers."""
-    found = {name: (shard, entry) for shard in source.shards for name, entry in read_header(shard).items()}
+    found = tensor_places(source.shards)
     mixers = {name: place for name, place in found.items() if name.startswith(mixer_prefixes(source))}
     return {name: place for name, place in found.items() if name not in mixers}, mixers
 
@@ -117,7 +111,7 @@ def write_reconverted(folder: Path, source: Source, plan: Plan, natives: SourceC
         if here.keys() == read_header(shard).keys():
             value = place_shard(shard, folder / name, plan.copy)
         else:  # transformers saved the model once, and its mixers are among the others
-            value, written = "", write_shard(folder / name, here, partial(values_of, own))
+            value, written = "", write_shard(folder / name, here, lambda tensor: read_tensor(*own[tensor]))
         for kind, known in before.items():
             if shard.name in known["shards"] and value:
                 hashes[kind]["shards"][name] = same(known["shards"][shard.name], value, shard)
@@ -130,28 +124,15 @@ def write_reconverted(folder: Path, source: Source, plan: Plan, natives: SourceC
     hashes["written"]["tensors"] |= written
     checkpoint.write_index(folder, shards)
     copy_own(source.folder, folder)
-    for name, text in code_files(plan, natives).items():
-        (folder / name).write_text(text, "utf-8")
-    checkpoint.write_json(folder / "config.json", checkpoint.converted_config(source.config, plan, natives))
-    from . import card  # which imports recipes
-
-    (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
-    checkpoint.cover(folder, hashes)
-    manifest = checkpoint.manifest(folder, plan, hashes)
-    checkpoint.write_json(folder / checkpoint.MANIFEST, {**manifest, **checkpoint.past(source.folder)})
-
-
-def values_of(places: Places, name: str) -> Iterator[torch.Tensor]:
-    """The numbers of one tensor, in blocks."""
-    shard, entry = places[name]
-    yield from read_tensor(shard, entry)
+    config, past = checkpoint.converted_config(source.config, plan, natives), checkpoint.past(source.folder)
+    checkpoint.write_rest(folder, source, plan, code_files(plan, natives), hashes, config, **past)
 
 
 def same(recorded: str, found: str, shard: Path) -> str:
     """The hash of what was copied from a shard. Raises LinearizeError (exit 6) where it is not the recorded one."""
     if recorded != found:
         message = f"{shard} has not the bytes that {checkpoint.MANIFEST} recorded. Download it, or train it, again"
-        raise LinearizeError(message, Exit.CHECK_FAILED)
+        raise CheckFailedError(message)
     return found
 
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from ..terminal.progress import Advance, progress, silent
 from .source import Entry, read_header
 
@@ -39,7 +39,7 @@ def described(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None)
     """The header entry of a tensor that is to be written, as `dtype` where given."""
     dtype = dtype or tensor.dtype
     if dtype not in NAMES:
-        raise LinearizeError(f"{name} is {dtype}, which safetensors does not know", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{name} is {dtype}, which safetensors does not know")
     return Entry(NAMES[dtype], tuple(tensor.shape))
 
 
@@ -94,7 +94,7 @@ def torch_dtype(shard: Path, entry: Entry) -> torch.dtype:
     """Raises LinearizeError (exit 3) for a dtype that cannot be rewritten, such as packed 4-bit numbers."""
     if entry.dtype not in TORCH_DTYPES:
         message = f"{shard} holds {entry.dtype}: surgery needs float weights; use the model's float version"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     return TORCH_DTYPES[entry.dtype]
 
 

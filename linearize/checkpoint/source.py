@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import DEMO, model_folder
-from ..errors import Exit, LinearizeError, absent, check_file
+from ..errors import Exit, IncompatibleError, LinearizeError, ResourceError, absent, check_file, leaves
 from ..hub.download import download
 from .atomic import MANIFEST
 
@@ -56,6 +56,9 @@ class Entry:
     shape: tuple[int, ...]
     start: int = 0
     size: int = 0
+
+
+Places = dict[str, tuple[Path, Entry]]  # name of a tensor -> its file, and where in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ def open_source(model: str, revision: str | None, *, weights: bool = True) -> So
             with folder.open("rb") as file:
                 if file.read(4) == b"GGUF":  # some programs keep theirs under other names
                     return _open_gguf(folder, revision, weights)
-            raise LinearizeError(f"{model} is a file; give the folder that holds config.json", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{model} is a file; give the folder that holds config.json")
         local = _is_folder(folder)
         if local:
             check_revision(model, revision)
@@ -149,7 +152,7 @@ def _is_folder(path: Path) -> bool:
 
 def unreadable(error: OSError) -> LinearizeError:
     """What to say (exit 4) of a file that the system does not give."""
-    return LinearizeError(f"cannot read {error.filename or 'the source'}: {error.strerror or error}", Exit.RESOURCE)
+    return ResourceError(f"cannot read {error.filename or 'the source'}: {error.strerror or error}")
 
 
 @contextlib.contextmanager
@@ -166,23 +169,23 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
     path = folder / "config.json"
     config = read_json(path) if path.exists() else {}
     if "_class_name" in config or (folder / "model_index.json").exists():
-        raise LinearizeError(f"{folder} {OF_DIFFUSERS}", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{folder} {OF_DIFFUSERS}")
     if not path.exists():
         raise no_model(folder)
     if not isinstance(config.get("model_type"), str):
-        raise LinearizeError(f"{path}: model_type is {config.get('model_type')!r}, not a name", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{path}: model_type is {config.get('model_type')!r}, not a name")
     quantization, block = config.get("quantization_config"), None
     if quantization:
         block = fp8_block(quantization)
         if block is None:
             raise quantized(folder, quantization)
         config = {key: value for key, value in config.items() if key != "quantization_config"}
-    for key, value in _amounts(config):
-        if value > MAX_AMOUNT:
-            raise LinearizeError(
+    for keys, value in leaves(config):
+        key = ".".join(one for one in keys if isinstance(one, str))
+        if isinstance(value, int) and value > MAX_AMOUNT and AMOUNT.search(key):
+            raise IncompatibleError(
                 f"{path}: {key} is {value}, more than any model has (limit {MAX_AMOUNT:,}). Correct it, or download "
-                "the file again",
-                Exit.INCOMPATIBLE,
+                "the file again"
             )
     return config, block
 
@@ -196,7 +199,7 @@ def no_model(folder: Path) -> LinearizeError:
         message = f"{folder} has no config.json: not a Transformers model folder{there}"
     else:
         message = absent(folder, "no such folder").message
-    return LinearizeError(message, Exit.INCOMPATIBLE)
+    return IncompatibleError(message)
 
 
 def fp8_block(quantization: Any) -> tuple[int, int] | None:
@@ -227,21 +230,7 @@ def quantized(folder: Path, quantization: Any) -> LinearizeError:
         load = load.replace("IT", repr(str(folder)))
         how = f'make one: python -c "import transformers; transformers.AutoModelForCausalLM.{load}'
         how += ".save_pretrained('float')\", then linearize convert float"
-    message = f"{folder.name} is quantized ({method}): surgery needs float weights; {how}"
-    return LinearizeError(message, Exit.INCOMPATIBLE)
-
-
-def _amounts(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """The integers of a config that say how many layers, experts and the like there are, with their keys."""
-    left: list[tuple[str, Any]] = list(config.items())
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict):
-            left += [(f"{key}.{inner}", item) for inner, item in value.items()]
-        elif isinstance(value, list):
-            left += [(key, item) for item in value]
-        elif isinstance(value, int) and AMOUNT.search(key):
-            yield key, value
+    return IncompatibleError(f"{folder.name} is quantized ({method}): surgery needs float weights; {how}")
 
 
 def check_folder(folder: Path) -> None:
@@ -257,25 +246,26 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise LinearizeError(f"{path} is not valid JSON: {error}", Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise LinearizeError(f"{path} holds {type(data).__name__}, expected an object", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{path} holds {type(data).__name__}, expected an object")
     return data
 
 
 def hub_kernel(config: Any) -> str | None:
     """`key=value` of the first entry of a config, or of one inside it, that names a kernel of the Hub, whose code would
     run: an attention or expert implementation with a slash in it. None where there is none."""
-    left: list[tuple[str, Any]] = [("", config)]
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict | list):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            # Under such a key may be a value for each part of the model.
-            left += [(key if KERNEL_KEY.search(key) else str(name), item) for name, item in inner]
-        elif isinstance(value, str) and "/" in value and KERNEL_KEY.search(key):
+    for keys, value in leaves(config):
+        # Under such a key may be a value for each part of the model.
+        key = next((one for one in map(str, keys) if KERNEL_KEY.search(one)), None)
+        if key and isinstance(value, str) and "/" in value:
             return f"{key}={value}"
     return None
+
+
+def tensor_places(shards: Iterable[Path]) -> Places:
+    """Where every tensor of safetensors files lies."""
+    return {name: (shard, entry) for shard in shards for name, entry in read_header(shard).items()}
 
 
 def find_shards(
@@ -292,7 +282,7 @@ def find_shards(
     if not weights:
         return (), False
     names = ", ".join(f"{stem}{suffix}" for stem, suffix in formats)
-    raise LinearizeError(f"{folder} has no weights: expected {names} or their index", Exit.INCOMPATIBLE)
+    raise IncompatibleError(f"{folder} has no weights: expected {names} or their index")
 
 
 def weight_files(folder: Path) -> list[list[str]]:
@@ -309,7 +299,7 @@ def weight_map(index: Path) -> dict[str, str]:
     one that is damaged, or that names another place."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        raise LinearizeError(f"{index}: weight_map must map tensor names to file names", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{index}: weight_map must map tensor names to file names")
     check_names(index, found.values())
     return found
 
@@ -318,7 +308,7 @@ def check_names(index: Path, names: Iterable[str]) -> None:
     """Raise LinearizeError (exit 3) unless what an index names lies beside it."""
     for name in names:
         if Path(name).name != name or name in ("", ".."):
-            raise LinearizeError(f"{index}: {name!r} leaves the folder", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{index}: {name!r} leaves the folder")
 
 
 def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
@@ -327,7 +317,7 @@ def _indexed_shards(index: Path, weights: bool) -> tuple[Path, ...]:
         if os.path.isfile(index.parent / name):
             shards.append(index.parent / name)
         elif weights:
-            raise LinearizeError(f"{index} names {name}, which is missing. Download the model again", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{index} names {name}, which is missing. Download the model again")
     return tuple(shards)
 
 
@@ -357,6 +347,5 @@ def read_header(shard: Path) -> dict[str, Entry]:
     except OSError as error:
         raise unreadable(error) from error
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
-        reason = f"{shard} is damaged or cut short: {error}. Download it again"
-        raise LinearizeError(reason, Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"{shard} is damaged or cut short: {error}. Download it again") from error
     return tensors

@@ -14,7 +14,7 @@ import torch
 from .. import __version__
 from ..convert import check_paths
 from ..diffusion.convert import holds_diffusers
-from ..errors import Exit, LinearizeError, absent
+from ..errors import Exit, IncompatibleError, LinearizeError, absent
 from ..plan.plan import Plan
 from ..verify.reload import (
     FIRST,
@@ -69,7 +69,7 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
     check_folder(folder)
     if holds_diffusers(str(folder)):
         message = f"{folder} is a model of diffusers, which upgrade does not rewrite. Convert its source again"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     read_plan(folder)  # which says what to do where there is none
     source = open_source(str(folder), None)
     if output is not None:
@@ -78,10 +78,9 @@ def plan_upgrade(folder: Path, output: Path | None = None, *, trust_remote_code:
     try:
         natives = natives_of(old)
     except (ValueError, LinearizeError) as error:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{folder} is {old.architecture} of code that came with its source, which upgrade cannot write anew. "
-            "Convert the source again",
-            Exit.INCOMPATIBLE,
+            "Convert the source again"
         ) from error
     plan, renamed = with_present_options(old)
     check_mixers(folder, plan)
@@ -174,8 +173,7 @@ def logits_before(folder: Path, layers: int) -> torch.Tensor:
         if error.code != Exit.CHECK_FAILED:
             raise
         reason = error.message.removeprefix("verification failed: ").removesuffix(RESTORE)
-        raise LinearizeError(
+        raise IncompatibleError(
             f"the model in {folder} does not run as it is, and upgrade compares its logits with those of the result "
-            f"({reason}). Restore its code, or convert the source again. Nothing was written",
-            Exit.INCOMPATIBLE,
+            f"({reason}). Restore its code, or convert the source again. Nothing was written"
         ) from error

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from ..plan.mechanisms import build_mixer
 from ..plan.plan import Plan
 from ..terminal.progress import Advance
@@ -23,7 +23,7 @@ from . import tokenizer
 from .atomic import MANIFEST
 from .carried import carried_files
 from .code import SourceClasses, auto_map, code_files
-from .fp8 import FP8, Places, dequantized, is_scale, places
+from .fp8 import FP8, dequantized, is_scale
 from .manifest import FORMAT
 from .shards import (
     BLOCK,
@@ -38,7 +38,7 @@ from .shards import (
     tensor_sha256,
     write_shard,
 )
-from .source import DTYPES, Entry, Source, read_header, read_json
+from .source import DTYPES, Entry, Places, Source, read_header, read_json, tensor_places
 from .templates import REFUSAL
 
 MIXER_SHARD = "model-mixers.safetensors"
@@ -64,16 +64,27 @@ def write_checkpoint(folder: Path, source: Source, plan: Plan, natives: SourceCl
     if class_name:
         path = folder / tokenizer.FILE
         write_json(path, {**(read_json(path) if path.exists() else {}), "tokenizer_class": class_name})
-    for name, text in code_files(plan, natives).items():
+    code = code_files(plan, natives)
+    for name in code:
         if (folder / name).exists():
             message = f"{source.name} has a {name} of its own, where ours must go. Rename it, and what imports it"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
+    write_rest(folder, source, plan, code, hashes, converted_config(source.config, plan, natives))
+
+
+def write_rest(
+    folder: Path, source: Source, plan: Plan, code: Mapping[str, str], hashes: Hashes, config: Any, **more: Any
+) -> None:
+    """All that is written anew beside the weights: `code`, `config` as config.json, the card, and linearize.json, with
+    what is `more` in it."""
+    for name, text in code.items():
         (folder / name).write_text(text, "utf-8")
-    write_json(folder / "config.json", converted_config(source.config, plan, natives))
+    write_json(folder / "config.json", config)
     from . import card  # which imports recipes
 
     (folder / "README.md").write_text(card.model_card(plan, source.folder), "utf-8", errors="replace")
-    write_json(folder / MANIFEST, manifest(folder, plan, hashes))
+    cover(folder, hashes)
+    write_json(folder / MANIFEST, {**manifest(folder, plan, hashes), **more})
 
 
 def converted_config(config: dict[str, Any], plan: Plan, natives: SourceClasses) -> dict[str, Any]:
@@ -147,13 +158,13 @@ def write_source_shards(
     found = no_hashes()
     names = {pattern.format(n, len(source.shards)): shard for n, shard in enumerate(source.shards, 1)}
     if source.pickled or plan.cast:
-        rewrite = rewrite_pickle if source.pickled else rewrite_cast
-        if source.block is not None:
-            rewrite = partial(rewrite_fp8, places(source), source.block)
+        known = {} if source.block is None else tensor_places(source.shards)
+        cast: Callable[..., Rewritten] = partial(rewrite_cast, known, source.block)
+        rewrite = rewrite_pickle if source.pickled else cast
         written = {name: rewrite(shard, folder / name, plan, tied) for name, shard in names.items()}
-        for _, hashes, cast in written.values():
+        for _, hashes, changed in written.values():
             for name, value in hashes.items():
-                found["written" if name in cast else "untouched"]["tensors"][name] = value
+                found["written" if name in changed else "untouched"]["tensors"][name] = value
         return {name: list(kept) for name, (kept, _, _) in written.items()}, found
 
     def place(name: str, advance: Advance) -> str:
@@ -180,8 +191,7 @@ def uncovered(folder: Path, hashes: Hashes) -> list[tuple[str, Path, Entry]]:
     shards = {name for kind in hashes.values() for name in kind["shards"]}
     tensors = {name for kind in hashes.values() for name in kind["tensors"]}
     paths = [path for path in sorted(folder.glob("*.safetensors")) if path.name not in shards]
-    entries = [(name, path, entry) for path in paths for name, entry in read_header(path).items()]
-    return [(name, path, entry) for name, path, entry in entries if name not in tensors]
+    return [(name, path, entry) for name, (path, entry) in tensor_places(paths).items() if name not in tensors]
 
 
 def cover(folder: Path, hashes: Hashes) -> None:
@@ -191,40 +201,25 @@ def cover(folder: Path, hashes: Hashes) -> None:
     hashes["written"]["tensors"] |= {name: value for (name, _, _), value in zip(left, found, strict=True)}
 
 
-def rewrite_cast(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:
-    """Cast a safetensors file, block by block."""
-    old = read_header(shard)
-    # Only what is known to be floating is cast; float8 is not, its scales lie elsewhere.
-    entries = {name: dataclasses.replace(e, dtype=_target(e.dtype, plan)) for name, e in old.items()}
-    new = {name: TORCH_DTYPES[e.dtype] for name, e in entries.items() if e.dtype != old[name].dtype}
-
-    def values(name: str) -> Iterator[torch.Tensor]:
-        for block in read_tensor(shard, old[name]):
-            yield block.to(new.get(name, block.dtype))
-
-    return entries, write_shard(target, entries, values), set(new)
-
-
-def rewrite_fp8(
-    known: Places, block: tuple[int, int], shard: Path, target: Path, plan: Plan, tied: set[str]
+def rewrite_cast(
+    known: Places, block: tuple[int, int] | None, shard: Path, target: Path, plan: Plan, tied: set[str]
 ) -> Rewritten:
-    """Write a safetensors file whose FP8 weights have their scales, wherever those lie, as one of float weights."""
+    """Cast a safetensors file, block by block. In a source of FP8 `block`s float weights are made of those and of their
+    scales, which lie where `known` says."""
     old = {name: entry for name, entry in read_header(shard).items() if not is_scale(name, known)}
-    scaled = {name for name, entry in old.items() if entry.dtype == FP8}
+    scaled = {name for name, entry in old.items() if block is not None and entry.dtype == FP8}
+    # Only what is known to be floating is cast; float8 without such scales is not.
+    cast = {name for name, entry in old.items() if name in scaled or entry.dtype in DTYPES}
     whole = NAMES[getattr(torch, plan.dtype)]
-    dtypes = {name: whole if name in scaled else _target(entry.dtype, plan) for name, entry in old.items()}
-    entries = {name: dataclasses.replace(entry, dtype=dtypes[name]) for name, entry in old.items()}
+    entries = {name: dataclasses.replace(e, dtype=whole) if name in cast else e for name, e in old.items()}
     new = {name: TORCH_DTYPES[e.dtype] for name, e in entries.items() if e.dtype != old[name].dtype}
 
     def values(name: str) -> Iterator[torch.Tensor]:
-        for part in dequantized(name, known, block) if name in scaled else read_tensor(shard, old[name]):
+        scales = block if name in scaled else None
+        for part in read_tensor(shard, old[name]) if scales is None else dequantized(name, known, scales):
             yield part.to(new.get(name, part.dtype))
 
     return entries, write_shard(target, entries, values), set(new)
-
-
-def _target(dtype: str, plan: Plan) -> str:
-    return NAMES[getattr(torch, plan.dtype)] if dtype in DTYPES else dtype
 
 
 def rewrite_pickle(shard: Path, target: Path, plan: Plan, tied: set[str]) -> Rewritten:
@@ -257,24 +252,19 @@ def load_pickle(shard: Path) -> dict[str, torch.Tensor]:
         # Files from before torch 1.6 cannot be mapped into memory.
         tensors = torch.load(shard, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(shard))
     except Exception as error:
-        raise _pickle_error(shard, error) from error
+        raise IncompatibleError(
+            f"{shard} is not a plain pickle of tensors ({type(error).__name__}: {str(error).splitlines()[0]}). It was "
+            "not executed. Use a safetensors version of the model"
+        ) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         message = f"{shard} does not hold a plain mapping of names to tensors. Use a safetensors version of the model"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     return tensors
 
 
 def meta_pickle(shard: Path) -> dict[str, torch.Tensor]:
     """Tensors of a `.bin` shard without their values."""
     return {name: tensor.to("meta") for name, tensor in load_pickle(shard).items()}
-
-
-def _pickle_error(shard: Path, error: Exception) -> LinearizeError:
-    return LinearizeError(
-        f"{shard} is not a plain pickle of tensors ({type(error).__name__}: {str(error).splitlines()[0]}). It was not "
-        "executed. Use a safetensors version of the model",
-        Exit.INCOMPATIBLE,
-    )
 
 
 def _independent(tensors: dict[str, torch.Tensor], tied: set[str]) -> list[str]:

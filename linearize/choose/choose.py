@@ -23,7 +23,7 @@ from ..convert import Pricer
 from ..data.batches import Batch, collate
 from ..data.documents import check_enough
 from ..data.packing import Blocks, TextSource, build_blocks
-from ..errors import Exit, LinearizeError, reason_of
+from ..errors import IncompatibleError, LinearizeError, reason_of
 from ..measure.evaluate import check_finite
 from ..measure.generate import device_memory, load_tokenizer
 from ..measure.positions import long_rows, longest_text
@@ -381,7 +381,7 @@ def load_source(source: Source, natives: SourceClasses, plan: Plan, scoring: Sco
         with quiet():
             model = natives.head.from_pretrained(source.folder, config=natives.source_config, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
-        raise LinearizeError(f"{source.name} cannot be loaded: {reason_of(error)}", Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"{source.name} cannot be loaded: {reason_of(error)}") from error
     return model.eval().to(device)
 
 

@@ -160,9 +160,9 @@ class Mixture:
         """What a mixer computes from q and k of its own, for which its attention module runs once more."""
         call, bound = mixer.calls[this_thread()], self.bound.pop(mixer)
         bound |= {hidden_name(mixer): call.x} | {name: None for name in CACHE_NAMES if name in bound}
-        call.raw, call.rotation = mixer.raw, without_rotation(bound, mixer.site.routed)
+        call.skip_qk_norm, call.rotation = mixer.skip_qk_norm, without_rotation(bound, mixer.site.routed)
         module.forward(**bound)  # `mix` sees that it is inside
-        call.raw, call.rotation = False, None
+        call.skip_qk_norm, call.rotation = False, None
         return self.own.pop(mixer)
 
     # ------------------------------------------------------------ mixers

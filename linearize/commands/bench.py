@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,14 @@ from ..terminal.output import Json, finite, print_json, say, show
 from ..terminal.progress import TORCH, starting
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
+
+
+def tell_result(result: dict[str, Any], markdown: Callable[[dict[str, Any]], str], as_json: bool) -> None:
+    """A result on stdout, as JSON or as the tables that a bench makes of it."""
+    if as_json:
+        print_json(result)
+    else:
+        show(markdown(result))
 
 
 @bench.command("kernels")
@@ -41,7 +50,7 @@ def bench_kernels(
         from ..bench.kernels import failures
         from ..bench.report import markdown
         from ..checkpoint.atomic import check_result, write_result
-        from ..errors import Exit, LinearizeError, absent
+        from ..errors import CheckFailedError, absent
 
     def tell(row: str, result: dict[str, Any]) -> None:
         say(row)
@@ -53,12 +62,9 @@ def bench_kernels(
             raise absent(save.absolute().parent, "no such folder")
         check_result(save, '{"machine": ', "bench kernels")
     result = measure(mechanism, tokens, tell, presets=preset)
-    if as_json:
-        print_json(result)
-    else:
-        show(markdown(result))
+    tell_result(result, markdown, as_json)
     if failed := failures(result):
-        raise LinearizeError("; ".join(failed), Exit.CHECK_FAILED)
+        raise CheckFailedError("; ".join(failed))
 
 
 @bench.command("model")
@@ -117,10 +123,7 @@ def bench_model(
     model = model_name(models[0]) if models else None
     asked = parse_settings([*options, *(settings or [])])
     result = measure(model, shape, to, preset=preset, options=asked, compiled=compiled, tell=say, **numbers)
-    if as_json:
-        print_json(result)
-    else:
-        show(markdown(result))
+    tell_result(result, markdown, as_json)
 
 
 @bench.command("train")
@@ -142,10 +145,7 @@ def bench_train(
         from ..bench.train import markdown
 
     result = measure(loaded, say)
-    if as_json:
-        print_json(result)
-    else:
-        show(markdown(result))
+    tell_result(result, markdown, as_json)
 
 
 @bench.command("serve")
@@ -174,7 +174,4 @@ def bench_serve(
     models = [model_name(name) for name in ([source] if source else []) + [model]]
     wanted = parse_loads(loads) if loads else LOADS
     result = measure(models, wanted, steps=steps, options=parse_options(options or []), tell=say)
-    if as_json:
-        print_json(result)
-    else:
-        show(markdown(result))
+    tell_result(result, markdown, as_json)

@@ -149,53 +149,38 @@ def convert(
         from ..hub import push as hub
         from ..plan.keep import is_auto
 
-    seed = 0
+    seed, asked = 0, dict[str, Any]()
     if by_recipe:
         if restore:
             raise LinearizeError(
                 f"--restore {restore}: a recipe converts a model with softmax. Name the converted folder"
             )
         of_recipe = asked_recipe(context, model, values or [])
+        from ..job.source import asked_of
+
         seed, how, model = of_recipe.seed, of_recipe.convert, model_name(of_recipe.model.base)
-        to, layers, keep_softmax, keep_heads = how.mechanism, how.layers, how.keep_softmax, how.keep_heads
-        kept_window, score_by, copy, allow_drop = how.kept_window, how.score_by, how.copy_weights, [*how.allow_drop]
-        options, trust_remote_code = how.options, of_recipe.model.trust_remote_code
-        dtype = getattr(of_recipe.model, "dtype", None) or "keep"
-        revision = getattr(of_recipe.model, "revision", None)
+        to, score_by, asked = how.mechanism, how.score_by, asked_of(of_recipe, how)
     else:
-        options = parse_settings([*(values or []), *(settings or [])])
+        asked = {"layers": layers, "keep_softmax": keep_softmax, "keep_heads": keep_heads, "kept_window": kept_window}
+        asked |= {"options": parse_settings([*(values or []), *(settings or [])]), "dtype": dtype, "copy": copy}
+        asked |= {"allow_drop": [name.strip() for text in allow_drop or [] for name in text.split(",")]}
+        asked |= {"revision": revision, "trust_remote_code": trust_remote_code}
     story: Any = of_diffusers if of_diffusers.holds_diffusers(model) else of_transformers
     if push is not None and story is of_diffusers:
         raise LinearizeError("--push: upload a pipeline of diffusers when it is there: linearize push DIR user/repo")
     if push is not None:
         hub.check_name(push) if dry_run else hub.check_access(push)
-    scored = any(map(is_auto, (keep_softmax, keep_heads, kept_window)))
-    priced = score_text is not None and kept_window is not None
+    scored = any(is_auto(asked[key]) for key in ("keep_softmax", "keep_heads", "kept_window"))
+    priced = score_text is not None and asked["kept_window"] is not None
     if score_text is not None and not (scored or priced):
         raise LinearizeError(
             f"--score-text {score_text}: nothing is measured on it. Give it with --keep-softmax auto:2, --keep-heads "
             "auto:4 or --kept-window 4096, or leave it out"
         )
-    asked: dict[str, Any] = {}
-    if (scored or priced) and story is of_transformers:
-        asked = of_scoring(score_by, score_text, of_recipe)
-    planned = story.plan_conversion(
-        model,
-        to,
-        layers=layers,
-        keep_softmax=keep_softmax,
-        keep_heads=keep_heads,
-        kept_window=kept_window,
-        restore=restore,
-        options=options,
-        allow_drop=[name.strip() for text in allow_drop or [] for name in text.split(",")],
-        dtype=dtype,
-        copy=copy,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        weights=not dry_run or "choose" in asked,
-        **asked,
-    )
+    measures = (scored or priced) and story is of_transformers
+    if measures:
+        asked |= of_scoring(score_by, score_text, of_recipe)
+    planned = story.plan_conversion(model, to, restore=restore, weights=not dry_run or measures, **asked)
     plan = planned[0]
     plan_table(plan)
     if story is of_transformers and (note := story.slower(*planned)):
@@ -206,6 +191,7 @@ def convert(
     result: dict[str, Any] = {"plan": plan.to_json(), "not_carried": left}
     target = output or Path(name_of(plan))
     if not dry_run:
+        trust_remote_code = asked["trust_remote_code"]
         carried = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code, "seed": seed}
         checked = story.convert(*planned, target, **carried, say=say)
         new = ", whose new parameters are untrained" if plan.new_parameters and not plan.reconversions else ""

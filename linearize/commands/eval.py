@@ -266,24 +266,18 @@ def _evaluate_latents(
     student: str, overrides: list[str], recipe: str, trust: bool, output: Path | None, as_json: bool
 ) -> None:
     """A converted pipeline of diffusers, beside its own teacher: predictions by noise level, and samples as a PNG."""
-    from ..checkpoint.atomic import write_result
+    from ..checkpoint.atomic import check_result, write_result
     from ..diffusion import finetune as story
     from ..diffusion.recipe import load_latents_recipe
-    from ..errors import LinearizeError, check_file
+    from ..errors import LinearizeError
     from ..terminal.tables import prediction_table
 
     drawn = output.with_suffix(".png") if output is not None else None
     if output is not None and drawn == output:
         other = output.with_suffix(".json")
         raise LinearizeError(f"-o {output}: the result is JSON, and its picture is a PNG beside it. Try -o {other}")
-    if drawn is not None and drawn.is_dir():
-        raise LinearizeError(f"-o {output}: its picture would be {drawn}, which is a folder. Choose another -o")
-    if drawn is not None and drawn.exists():
-        check_file(drawn)
-        with drawn.open("rb") as file:
-            if file.read(len(PNG)) != PNG:
-                message = f"{drawn} is there already, and is no picture. Choose another -o, or move that one away"
-                raise LinearizeError(message)
+    if drawn is not None:
+        check_result(drawn, PNG, "eval")
     if not recipe:
         raise LinearizeError("--recipe is missing: give a recipe whose data are latents, see docs/diffusers.md")
     own = ["convert=null", f"model.base={json.dumps(student)}", f"model.trust_remote_code={json.dumps(trust)}"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import Exit, LinearizeError
+from ..errors import CheckFailedError
 from ..terminal.arguments import Revision, Trust
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, counted, print_json
@@ -54,9 +54,8 @@ def verify(
         rows = [dataclasses.asdict(check) for check in checks]
         print_json({"model": model, "strict": strict, "passed": not failed, "checks": rows})
     if failed:
-        raise LinearizeError(
-            f"verification failed: {'; '.join(': '.join(filter(None, (c.name, c.detail))) for c in failed)}",
-            Exit.CHECK_FAILED,
+        raise CheckFailedError(
+            f"verification failed: {'; '.join(': '.join(filter(None, (c.name, c.detail))) for c in failed)}"
         )
 
 

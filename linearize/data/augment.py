@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError
+from ..errors import ResourceError
 
 Bounds = tuple[float, float]
 Augment = Callable[[Any, int], Any]
@@ -56,10 +56,9 @@ class RandAugment:
         try:
             transforms = importlib.import_module("torchvision.transforms")
         except ImportError as error:
-            message = (
+            raise ResourceError(
                 f'data.augment randaugment needs: pip install "linearize[augment]" ({error}). crop needs Pillow alone'
-            )
-            raise LinearizeError(message, Exit.RESOURCE) from error
+            ) from error
         self.change = transforms.RandAugment(OPERATIONS, STRENGTH)
 
     def __call__(self, picture: Any, seed: int) -> Any:

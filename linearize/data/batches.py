@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from ..checkpoint.shards import file_hashes
-from ..errors import Exit, LinearizeError, absent, check_file, reason_of
+from ..errors import IncompatibleError, LinearizeError, ResourceError, absent, check_file, reason_of
 from ..measure.generate import check_tokens, load_tokenizer
 from ..recipe.data import (
     ArraySource,
@@ -113,10 +113,9 @@ def prediction(out: Any, name: str) -> Tensor:
     if logits is not None and logits.ndim == 2 and logits.shape[1] > 1:
         return logits[:, None]
     if len(found) != 1:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{name} puts out {', '.join(found) or 'no tensor'} for an image; finetune and eval compare one map of "
-            "classes or of numbers with the teacher's. Of the stages choose attention_transfer, without data.eval",
-            Exit.INCOMPATIBLE,
+            "classes or of numbers with the teacher's. Of the stages choose attention_transfer, without data.eval"
         )
     ((key, value),) = found.items()
     classes = value.shape[1] if value.ndim == 4 else value.shape[-1]
@@ -213,10 +212,9 @@ def image_processor(name: str, trust_remote_code: bool) -> Any:
                 raise
             return native.from_pretrained(name)
     except ImportError as error:
-        raise LinearizeError(f'images need: pip install "linearize[vision]" ({error})', Exit.RESOURCE) from error
+        raise ResourceError(f'images need: pip install "linearize[vision]" ({error})') from error
     except (OSError, ValueError) as error:
-        message = f"no image processor can be loaded from {name}: {reason_of(error)}"
-        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"no image processor can be loaded from {name}: {reason_of(error)}") from error
 
 
 def open_samples(
@@ -311,13 +309,11 @@ def check_source(source: Any, model: Any, start: Path, where: str) -> None:
         return
     if isinstance(source, TeacherSource) and kind != "text":
         message = f"{where}: {type(model).__name__} writes no text. Give files, or path; of images also arrays"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     if holds_images(source) != (kind == "images"):
         found, due = ("text", "images") if kind == "images" else ("images", "text")
         instead = "images: FOLDER, arrays: FILE.npz, or path and image_key" if kind == "images" else "files, or path"
-        raise LinearizeError(
-            f"{where} holds {found}, and {type(model).__name__} learns from {due}: give {instead}", Exit.INCOMPATIBLE
-        )
+        raise IncompatibleError(f"{where} holds {found}, and {type(model).__name__} learns from {due}: give {instead}")
     check_there(source, start)
 
 
@@ -373,7 +369,7 @@ def check_trains(model: Any, kind: Kind) -> None:
         instead = "Convert the model with its head for masked tokens, or without a head (feature_cosine)"
     else:
         return
-    raise LinearizeError(f"{message}. {instead}", Exit.INCOMPATIBLE)
+    raise IncompatibleError(f"{message}. {instead}")
 
 
 def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:

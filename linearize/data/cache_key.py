@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.shards import file_size, in_parallel, sha256
-from ..errors import Exit, LinearizeError, absent, check_file
+from ..errors import LinearizeError, ResourceError, absent, check_file
 from ..recipe.data import unreadable
 from ..terminal.progress import Advance, silent
 from .documents import TextSource, rows_of
@@ -57,4 +57,4 @@ def digest(file: Path, advance: Advance = silent) -> str:
     except FileNotFoundError as error:
         raise absent(file) from error
     except OSError as error:
-        raise LinearizeError(f"cannot read {file}: {error}", Exit.RESOURCE) from error
+        raise ResourceError(f"cannot read {file}: {error}") from error

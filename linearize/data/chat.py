@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
-from ..errors import MALFORMED, Exit, LinearizeError
+from ..errors import MALFORMED, IncompatibleError, LinearizeError
 
 Message = dict[str, Any]
 MARK = "0 message 0"  # no template changes it, as some do with spaces around
@@ -47,10 +47,9 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], where: str) -> list[
     """What a model reads before it answers. Raises LinearizeError: 2 for messages that the template refuses, 3 where
     the tokenizer has no template."""
     if template_of(tokenizer) is None:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{where}: the tokenizer has no chat template. Take an instruct model, or put the source's "
-            "chat_template.jinja into the model's folder",
-            Exit.INCOMPATIBLE,
+            "chat_template.jinja into the model's folder"
         )
     with refusing(where):
         return rendered(tokenizer, messages, answer=True)

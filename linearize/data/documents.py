@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..demo import TEXTS
-from ..errors import Exit, LinearizeError, did_you_mean, nearest, reason_of
+from ..errors import Exit, IncompatibleError, LinearizeError, ResourceError, did_you_mean, nearest, reason_of
 from ..hub.download import unanswered
 from .chat import marks_answers, refusing, rendered, template_of
 
@@ -101,7 +101,7 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         message = "the tokenizer has no eos token to end documents with. Name one in the model's tokenizer_config.json"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     return int(end)
 
 
@@ -110,7 +110,7 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     if not plain:
         message = "the tokenizer makes no token of the letter a: its vocabulary is empty or cut short"
-        raise LinearizeError(f"{message}. Put the model's own tokenizer into its folder", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{message}. Put the model's own tokenizer into its folder")
     found: list[int] = next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
     return found
 
@@ -160,10 +160,9 @@ class _Encoder:
             before, after = self.prefix + before, after + self.eos
             return before + after, [0] * len(before) + [1] * len(after)
         if self.template is None:
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"{where}: `messages` need a chat template and the tokenizer has none. Use the tokenizer of "
-                "an instruct model, set its `chat_template`, or give rows of `prompt` and `completion`",
-                Exit.INCOMPATIBLE,
+                "an instruct model, set its `chat_template`, or give rows of `prompt` and `completion`"
             )
         return self._chat(where, messages)
 
@@ -329,7 +328,10 @@ def rows_of(source: TextSource) -> Iterator[_Row]:
         for document in package_documents() if source.demo == "packages" else documents(source.demo):
             yield _Row(f"demo document {document.name}", {source.text_key: document.text})
     elif source.path:
-        yield from _dataset_rows(source)
+        rows = open_dataset(source.path, source.name, source.split, source.streaming, source.data_files)
+        with dataset_errors(str(source)):
+            for i, fields in enumerate(rows):
+                yield _Row(f"{source} row {i}", fields)
     for file in source.files:
         if file.suffix == ".txt":
             try:
@@ -353,14 +355,10 @@ def _json_rows(file: Path) -> Iterator[_Row]:
                     where = f"{file}:{number}"
                     yield _Row(where, _json_object(where, line))
     except (EOFError, zlib.error, OSError) as error:
-        if not _is_packed(file):
+        if file.suffix not in (".gz", ".zst"):
             raise
         message = f"{file}:{number + 1}: cannot be unpacked ({error}). The file is cut short or damaged"
         raise LinearizeError(message) from error
-
-
-def _is_packed(file: Path) -> bool:
-    return file.suffix in (".gz", ".zst")
 
 
 def _unpacked(file: Path) -> Any:
@@ -376,7 +374,7 @@ def _pyarrow(file: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise LinearizeError(f'{file} needs: pip install "linearize[train]"', Exit.RESOURCE) from error
+        raise ResourceError(f'{file} needs: pip install "linearize[train]"') from error
     return pyarrow
 
 
@@ -415,14 +413,6 @@ def _json_object(where: str, line: str) -> dict[str, Any]:
     return value
 
 
-def _dataset_rows(source: TextSource) -> Iterator[_Row]:
-    assert source.path is not None
-    rows = open_dataset(source.path, source.name, source.split, source.streaming, source.data_files)
-    with dataset_errors(str(source)):
-        for i, fields in enumerate(rows):
-            yield _Row(f"{source} row {i}", fields)
-
-
 def open_dataset(
     path: str, name: str | None, split: str, streaming: bool = False, data_files: tuple[str, ...] = ()
 ) -> Any:
@@ -459,7 +449,7 @@ def cache_alone(away: Exception | None) -> Iterator[None]:
 
 def no_datasets(path: str) -> LinearizeError:
     """The error (exit 4) for a dataset where the package that reads it is not installed."""
-    return LinearizeError(f'dataset {path} needs: pip install "linearize[train]"', Exit.RESOURCE)
+    return ResourceError(f'dataset {path} needs: pip install "linearize[train]"')
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError, absent, check_file, did_you_mean
+from ..errors import IncompatibleError, LinearizeError, absent, check_file, did_you_mean
 from ..recipe.data import ArraySource, DatasetSource, ImageSource, local_paths
 from ..train.losses import IGNORED
 from .augment import Augment, erase
@@ -85,10 +85,9 @@ class Images:
             without = "This stage needs no classes: it runs without, and its predictions are not evaluated"
             self.note = f"note: {error.message}. {without}"
         if augment is not None and is_pixels(found.images[0]):
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"data.augment changes pictures, and {found.where} has pixel values as the model takes them. Give "
-                "uint8 images, or leave it out",
-                Exit.INCOMPATIBLE,
+                "uint8 images, or leave it out"
             )
         self[0]  # what cannot be read or processed is told before anything is trained
 
@@ -121,10 +120,9 @@ class Images:
         if is_pixels(image):
             return torch.from_numpy(np.ascontiguousarray(image, np.float32))
         if self.processor is None:
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"the checkpoint has no image processor for {self.found.where}. Put its preprocessor_config.json into "
-                "the folder, or give arrays of float pixel values [N,C,height,width]",
-                Exit.INCOMPATIBLE,
+                "the folder, or give arrays of float pixel values [N,C,height,width]"
             )
         picture = as_picture(image, f"{self.found.where}, image {index}")
         if seed is not None and self.augment is not None:
@@ -178,10 +176,9 @@ def class_numbers(found: Labelled, config: Any) -> tuple[list[int], str]:
     known = [numbers[x] if isinstance(x, str) else -1 if x is None else int(x) for x in found.labels]
     labels = [number if number >= 0 else IGNORED for number in known]
     if labels and max(labels) >= count:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{found.where} has class {max(labels)}, the model's last is {count - 1}. A number is the model's own "
-            "number of a class, from 0 on",
-            Exit.INCOMPATIBLE,
+            "number of a class, from 0 on"
         )
     return labels, _mapping(found.where, sorted(names, key=lambda name: numbers[name]), numbers, config)
 
@@ -199,7 +196,7 @@ def name_numbers(found: Labelled, names: list[str], config: Any, count: int) -> 
             message = (
                 f"{found.where} has the class {name!r}, which the model has as {own[name][0]} and as {own[name][1]}"
             )
-            raise LinearizeError(f"{message}. Give the folders numbers for names", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{message}. Give the folders numbers for names")
     if not unknown:
         return {name: own[name][0] for name in names}
     unnamed = all(name.startswith("LABEL_") for name in own)
@@ -211,16 +208,15 @@ def name_numbers(found: Labelled, names: list[str], config: Any, count: int) -> 
         twice = next((name for name in names if list(numbers.values()).count(int(name)) > 1), None)
         if twice is not None:
             message = f"{found.where} has class {int(twice)} under several names, one of them {twice!r}. Leave one"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
         return numbers
     wordnet = all(re.fullmatch(r"n\d{8}", name) for name in names)
     if (unnamed or wordnet) and len(unknown) == len(names) == count and not digits:
         return {name: number for number, name in enumerate(names)}
     file = f". Of these WordNet numbers there are {len(names)}; set `classes: FILE` beside `images`" if wordnet else ""
-    raise LinearizeError(
+    raise IncompatibleError(
         f"{found.where} has the class {unknown[0]!r}, the model has {count}: {', '.join(sorted(own)[:8])}..."
-        f"{did_you_mean(unknown[0], own)}{file}",
-        Exit.INCOMPATIBLE,
+        f"{did_you_mean(unknown[0], own)}{file}"
     )
 
 
@@ -233,14 +229,14 @@ def _by_file(
         given = classes.get(name)
         if given is None:
             message = f"the file of classes has no {name!r}, a folder of {where}{did_you_mean(name, classes)}"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
         known = [given] if isinstance(given, int) else own.get(given, [])
         if len(known) != 1 or not 0 <= known[0] < count:
             several = "several times" if len(known) > 1 else "not"
             message = (
                 f"the file of classes calls {name!r} {given!r}, which the model has {several}. It has {count} classes"
             )
-            raise LinearizeError(f"{message}{did_you_mean(str(given), own)}", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{message}{did_you_mean(str(given), own)}")
         numbers[name] = known[0]
     return numbers
 
@@ -263,7 +259,10 @@ def _mapping(where: str, names: list[str], numbers: dict[str, int], config: Any)
 def find_images(source: ImageSource | ArraySource | DatasetSource, start: Path) -> Labelled:
     """The images of a recipe's source; relative paths begin at `start`. Raises LinearizeError for what is not there."""
     if isinstance(source, ImageSource):
-        return from_folder(*local_paths(source, start))
+        folder, *classes = local_paths(source, start)
+        files = image_files(folder)  # with one folder per class; those directly in it have none
+        labels = [path.relative_to(folder).parts[0] if path.parent != folder else None for path in files]
+        return Labelled(files, labels, str(folder), classes=read_classes(classes[0]) if classes else None)
     if isinstance(source, ArraySource):
         return from_arrays(*local_paths(source, start))
     return from_dataset(source)
@@ -274,14 +273,6 @@ def image_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise absent(folder, "no such folder")
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-
-
-def from_folder(folder: Path, classes: Path | None = None) -> Labelled:
-    """A folder with one folder per class, and the file that says which these are; images that lie in it directly have
-    no class."""
-    files = image_files(folder)
-    labels = [path.relative_to(folder).parts[0] if path.parent != folder else None for path in files]
-    return Labelled(files, labels, str(folder), classes=None if classes is None else read_classes(classes))
 
 
 def read_classes(file: Path) -> dict[str, int | str]:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import MALFORMED, Exit, LinearizeError, writing
+from ..errors import MALFORMED, LinearizeError, ResourceError, writing
 from .packing import BlockOrder, Blocks, MixedBlocks, data_fingerprint
 
 RECORD = "logits.json"
@@ -166,7 +166,7 @@ class WithLogits:
             shard, sums = self._open[number]
             rows = {old: shard.get_slice(old)[row] for old in STORED}
         except (OSError, SafetensorError, ValueError) as error:
-            raise LinearizeError(f"{path} cannot be read ({error}). {AGAIN}", Exit.RESOURCE) from error
+            raise ResourceError(f"{path} cannot be read ({error}). {AGAIN}") from error
         if sums is not None and sums[row] != sum_of(rows):
             raise LinearizeError(f"{path} is damaged: row {row} is not as it was written. Remove the file. {AGAIN}")
         return {**self.blocks[index], **{new: rows[old] for old, new in STORED.items()}}
@@ -191,9 +191,7 @@ def is_written(path: Path, key: str, rows: int) -> bool:
         with safe_open(path, "pt") as shard:
             metadata, count = shard.metadata() or {}, shard.get_slice("rest").get_shape()[0]
     except (OSError, SafetensorError) as error:
-        raise LinearizeError(
-            f"{path} is damaged ({error}). Remove it, and it is written again", Exit.RESOURCE
-        ) from error
+        raise ResourceError(f"{path} is damaged ({error}). Remove it, and it is written again") from error
     if metadata.get(KEY) != key:
         raise LinearizeError(
             f"{path} is there, and was made with another teacher, text or number of tokens. Choose another -o"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from ..train.losses import IGNORED
 from .packing import Blocks, MixedBlocks, hashed_generator
 
@@ -26,8 +26,7 @@ class MaskedBlocks:
     def __init__(self, blocks: Blocks | MixedBlocks, tokenizer: Any, seed: int, hide: bool = True) -> None:
         self.hide = hide
         if hide and tokenizer.mask_token_id is None:
-            message = "the tokenizer has no mask token. Name one in the model's tokenizer_config.json"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError("the tokenizer has no mask token. Name one in the model's tokenizer_config.json")
         self.blocks, self.seed, self.seq_len = blocks, seed, blocks.seq_len
         self.mask, self.vocabulary = tokenizer.mask_token_id, tokenizer.vocab_size
         self.special = torch.tensor(tokenizer.all_special_ids)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError
+from ..errors import LinearizeError, ResourceError
 from ..terminal.output import counted
 from ..train.losses import IGNORED
 from .cache_key import fingerprint, identity
@@ -55,7 +55,7 @@ class Blocks:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        damaged = LinearizeError(f"{path} is damaged. Delete it, the text makes it again", Exit.RESOURCE)
+        damaged = ResourceError(f"{path} is damaged. Delete it, the text makes it again")
         with path.open("rb") as file:
             try:
                 header = json.loads(file.read(_HEADER))
@@ -228,7 +228,7 @@ def build_blocks(
             raise LinearizeError(f"nothing to train on in {source}{why}")
         os.replace(partial, path)
     except OSError as error:
-        raise LinearizeError(f"cannot write {path}: {error}", Exit.RESOURCE) from error
+        raise ResourceError(f"cannot write {path}: {error}") from error
     finally:
         with suppress(OSError):
             partial.unlink()

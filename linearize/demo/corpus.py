@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from linearize.errors import Exit, LinearizeError
+from linearize.errors import ResourceError
 
 Split = Literal["train", "heldout"]
 
@@ -85,10 +85,9 @@ def _installed() -> tuple[Document, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = {document.name: document for document in [*_sources(root), *_topics()]}
     if not any(name.endswith(".py") for name in found):
-        raise LinearizeError(
+        raise ResourceError(
             f"The demo trains on the standard library's sources, and {root} holds none that can be read. "
-            "Use a Python whose standard library is a folder of .py files.",
-            Exit.RESOURCE,
+            "Use a Python whose standard library is a folder of .py files."
         )
     unique: dict[str, Document] = {}
     for name in sorted(found):

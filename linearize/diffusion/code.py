@@ -18,7 +18,7 @@ from linearize_kernels.mixer import AttentionSite
 from .. import __version__
 from ..checkpoint.flatten import flat_files, imported
 from ..checkpoint.templates import templates_of, written
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from ..plan.mechanisms import parts_of
 
 # By the class name of a processor that computes no softmax: who reads q, k and v as it does, and where that is.
@@ -99,7 +99,7 @@ def code_for(config: dict[str, Any], version: str = __version__, text: str | Non
             (layer["mechanism"], AttentionSite.from_dict(layer["site"]), layer["options"]) for layer in spec["layers"]
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise LinearizeError(f"config.json has no plan of linearize's: {error!r}", Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"config.json has no plan of linearize's: {error!r}") from error
     if text is None:
         return code_of(native, mechanisms, {part for layer in layers for part in parts_of(*layer)}, kinds)
     return module(version, native, mechanisms, kinds, carried_files(text))

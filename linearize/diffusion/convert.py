@@ -16,7 +16,7 @@ from ..checkpoint.carried import check_file
 from ..checkpoint.source import Source, check_names, check_revision, find_shards, present, read_header, read_json
 from ..checkpoint.write import meta_pickle
 from ..convert import Say, check_disk, check_paths, check_secrets, disagree, own_code, stored_dtype
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError, LinearizeError, ResourceError
 from ..plan.plan import DIFFUSERS, Plan, some
 from ..plan.request import Request
 from ..probe.found import Found, Other
@@ -116,10 +116,9 @@ def load_diffusers(folder: Path) -> Any:
         with quiet():
             import diffusers
     except ImportError as error:
-        raise LinearizeError(
+        raise ResourceError(
             f"{folder} is a model of diffusers, which cannot be imported ({error}). Install it: "
-            'pip install "linearize[diffusers]"',
-            Exit.RESOURCE,
+            'pip install "linearize[diffusers]"'
         ) from error
     diffusers.utils.logging.set_verbosity_error()
     return diffusers
@@ -142,10 +141,9 @@ def open_parts(folder: Path, diffusers: Any, weights: bool) -> tuple[Source, lis
             parts.append(_part(folder / name, name, config, kind, diffusers, weights))
     if not parts:
         models = [f"{kind} ({name})" if name else kind for name, kind in kinds.items() if kind != "None"]
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{folder} holds {', '.join(models) or 'no model of diffusers'}; of diffusers, linearize converts "
-            f"{', '.join(INPUTS)}",
-            Exit.INCOMPATIBLE,
+            f"{', '.join(INPUTS)}"
         )
     shards = tuple(sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".bin")))
     whole = Source(folder, os.path.basename(os.path.realpath(folder)), None, index, shards, False)
@@ -155,13 +153,11 @@ def open_parts(folder: Path, diffusers: Any, weights: bool) -> tuple[Source, lis
 
 def _part(folder: Path, name: str, config: dict[str, Any], kind: str, diffusers: Any, weights: bool) -> Part:
     if "linearize" in config:
-        raise LinearizeError(f"{folder} is linear already, as {kind}. Convert what it was made of", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{folder} is linear already, as {kind}. Convert what it was made of")
     if config.get("quantization_config"):
-        message = f"{folder} is quantized: surgery needs float weights; use its base model"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{folder} is quantized: surgery needs float weights; use its base model")
     if not hasattr(diffusers, kind):
-        message = f"diffusers {diffusers.__version__} has no {kind}: upgrade it"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"diffusers {diffusers.__version__} has no {kind}: upgrade it")
     source = Source(folder, folder.name, None, config, *find_shards(folder, weights, FORMATS))
     check_secrets(source)
     return Part(name, source, build(getattr(diffusers, kind), source))
@@ -183,7 +179,7 @@ def check_files(source: Source, parts: list[Part], trust_remote_code: bool) -> N
     for path in source.folder.rglob("*"):
         if path.is_symlink() and not path.is_file():
             message = f"{path} is a link to {os.path.realpath(path)}, no file. Put there what it stands for"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
     for path in other_files(source, parts)[0]:
         if path.suffix not in WEIGHTS:
             check_file(path, source.folder)

@@ -27,10 +27,11 @@ from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.shards import TORCH_DTYPES, combined_sha256, file_hashes, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, read_header, read_json
 from ..convert import check_disk, separate
-from ..errors import Exit, LinearizeError, reason_of, resource_error, undamaged
+from ..errors import CheckFailedError, IncompatibleError, LinearizeError, reason_of, resource_error, undamaged
 from ..hub.push import check_access, push_saved
 from ..job import start
 from ..job.checks import check_stage_name, check_stage_order
+from ..job.source import asked_of
 from ..page.drawing import pillow
 from ..plan.plan import Plan
 from ..terminal.output import counted
@@ -235,7 +236,7 @@ def check_base(recipe: DiffusionRecipe) -> None:
     """Refuse a base that is no folder of diffusers (exit 3), and a run inside of it or around it (exit 2)."""
     if not surgery.holds_diffusers(recipe.model.base):
         message = f"model.base {recipe.model.base} is no folder of a pipeline or transformer of diffusers"
-        raise LinearizeError(f"{message}, which latents are for", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{message}, which latents are for")
     if not separate(Path(recipe.model.base).expanduser(), Path(recipe.output_dir)):
         message = f"output_dir {recipe.output_dir} and model.base {recipe.model.base} must be separate folders"
         raise LinearizeError(f"{message}: neither inside the other. Set output_dir to another folder")
@@ -245,18 +246,7 @@ def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
     """The conversion that a recipe asks for. Raises LinearizeError with the exit code of the obstacle."""
     asked = recipe.convert
     assert asked is not None
-    planned = surgery.plan_conversion(
-        recipe.model.base,
-        asked.mechanism,
-        layers=asked.layers,
-        keep_softmax=asked.keep_softmax,
-        keep_heads=asked.keep_heads,
-        kept_window=asked.kept_window,
-        options=asked.options,
-        allow_drop=asked.allow_drop,
-        copy=asked.copy_weights,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
+    planned = surgery.plan_conversion(recipe.model.base, asked.mechanism, **asked_of(recipe, asked))
     check_one(recipe.model.base, [part.name for part in planned[2]])
     check_inputs(recipe.model.base, planned[2][0].model)
     return planned
@@ -266,7 +256,7 @@ def check_one(folder: str | Path, parts: list[str]) -> None:
     """Refuse (exit 3) a pipeline of several transformers, each of which has noise levels of its own."""
     if len(parts) != 1:
         message = f"{folder} has {len(parts)} transformers that are linear, and one is trained at a time"
-        raise LinearizeError(f"{message}: give the folder of one of them", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{message}: give the folder of one of them")
 
 
 def check_inputs(folder: str | Path, model: Any) -> None:
@@ -274,7 +264,7 @@ def check_inputs(folder: str | Path, model: Any) -> None:
     extra = [key for key in ("image_dim", "added_kv_proj_dim", "guidance_embeds") if model.config.get(key)]
     if extra:
         message = f"{folder}: the transformer has {', '.join(extra)}, and takes more than latents and prompts"
-        raise LinearizeError(f"{message}. Train it as docs/diffusers.md says", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{message}. Train it as docs/diffusers.md says")
 
 
 def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
@@ -293,7 +283,7 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
         if resource_error(error) is not None:
             raise
         message = f"{base} cannot be loaded: {reason_of(error)}. Restore it, or convert its source again"
-        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(message) from error
     check_inputs(base, model)
     return model, noise_of(recipe.noise, type(model).__name__, component(base, "scheduler", diffusers))
 
@@ -304,7 +294,7 @@ def converted_part(base: Path, trust: bool) -> str:
     configs = {part: read_json(base / part / "config.json") for part in parts} if parts else {}
     if not parts or not all(config.get("linearize") for config in configs.values()):
         message = f"{base} holds no transformer that linearize converted. Convert it, or add convert to the recipe"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     check_one(base, parts)
     if not trust:
         refuse_code(base, origin_of(base, configs))
@@ -427,7 +417,7 @@ def save(base: Path, output: Path, values: dict[str, Tensor], report: dict[str, 
             failed = [row for row in verify_folder(folder, trust_remote_code=True) if row.status == "failed"]
             if failed:
                 message = f"verification failed: {failed[0].name}: {failed[0].detail}. The training is kept"
-                raise LinearizeError(message, Exit.CHECK_FAILED)
+                raise CheckFailedError(message)
 
 
 def card(text: str, report: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError, absent, check_file
+from ..errors import IncompatibleError, LinearizeError, absent, check_file
 from ..page.drawing import pillow
 from ..plan.plan import some
 from .recipe import Latents
@@ -70,7 +70,7 @@ def files_of(source: Latents, start: Path) -> dict[str, tuple[Path, list[Path]]]
 
 
 def _wrong(message: str) -> LinearizeError:
-    return LinearizeError(message, Exit.INCOMPATIBLE)
+    return IncompatibleError(message)
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:

@@ -17,7 +17,7 @@ from linearize_kernels.hf.diffusion import Processor
 from linearize_kernels.mixer import AttentionSite
 
 from ..checkpoint.source import Source
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from ..plan.plan import Plan, Step
 from ..probe.found import Found, Other
 from ..probe.trace import quiet
@@ -75,8 +75,8 @@ def build(native: Any, source: Source) -> Any:
         with quiet(), torch.device("meta"):
             return native.from_config(source.config).eval()
     except Exception as error:  # whatever a class raises for a config
-        raise LinearizeError(
-            f"{source.folder / 'config.json'} cannot be used: {type(error).__name__}: {error}", Exit.INCOMPATIBLE
+        raise IncompatibleError(
+            f"{source.folder / 'config.json'} cannot be used: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -110,7 +110,7 @@ def probe(part: Part) -> Found:
             model(**{name: value.to("meta") for name, value in make_latents(model).items()})
     except Exception as error:  # whatever a class raises
         reason = f"{part.native} cannot be probed on the meta device: {type(error).__name__}: {error}"
-        raise LinearizeError(reason, Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(reason) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -128,9 +128,8 @@ def _site(
 ) -> AttentionSite:
     ((q, k, v, x),) = recorder.seen
     if q.shape[1] != math.prod(size):
-        raise LinearizeError(
-            f"{path}: its {q.shape[1]} tokens are not the {'x'.join(map(str, size))} patches of {patches}",
-            Exit.INCOMPATIBLE,
+        raise IncompatibleError(
+            f"{path}: its {q.shape[1]} tokens are not the {'x'.join(map(str, size))} patches of {patches}"
         )
     kind = type(native).__name__
     return AttentionSite(

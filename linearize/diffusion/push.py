@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..checkpoint.atomic import MANIFEST
 from ..checkpoint.source import read_json
-from ..errors import Exit, LinearizeError
+from ..errors import CheckFailedError, IncompatibleError
 from ..hub.push import Upload, check_name, listed_upload
 from ..plan.plan import Plan
 from ..verify.child.latents import parts_of
@@ -28,11 +28,11 @@ def plan_push(
     parts = parts_of(folder)
     configs = {part: read_json(folder / part / "config.json") for part in parts}
     if not parts or not (folder / MANIFEST).exists() or not all(one.get("linearize") for one in configs.values()):
-        raise LinearizeError(f"{folder} is no folder that linearize convert or finetune wrote", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{folder} is no folder that linearize convert or finetune wrote")
     if not trust_remote_code:
         refuse_code(folder, origin_of(folder, configs))
     failed = [row for row in verify_folder(folder, trust_remote_code=True, behaviours=False) if row.status == "failed"]
     if failed:
-        raise LinearizeError(f"{folder} does not verify: {failed[0].name}: {failed[0].detail}", Exit.CHECK_FAILED)
+        raise CheckFailedError(f"{folder} does not verify: {failed[0].name}: {failed[0].detail}")
     plan = Plan.from_json(read_json(folder / MANIFEST)["plan"])
     return listed_upload(folder, plan, repo, private=private, pr=pr, message=message)

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..errors import Exit, LinearizeError
+from ..errors import CheckFailedError, Exit, LinearizeError
 from ..terminal.output import say
 from ..terminal.progress import progress, silent
 from ..terminal.signals import END, caught, end_or_stop
@@ -146,7 +146,7 @@ class Distiller:
                 norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm))
                 if not torch.isfinite(torch.tensor([loss, norm])).all():
                     message = f"{stage.name}: the loss or its gradient is not finite at step {step + 1}. Lower the lr"
-                    raise LinearizeError(message, Exit.CHECK_FAILED)
+                    raise CheckFailedError(message)
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * factor(step)
                 optimizer.step()

@@ -22,7 +22,7 @@ from ..checkpoint.known_code import known_files, sha256_of
 from ..checkpoint.provenance import Origin, layer_differences, refuse_code
 from ..checkpoint.source import hub_kernel, read_header, read_json, unreadable
 from ..checkpoint.write import MANIFEST, no_hashes
-from ..errors import Exit, LinearizeError
+from ..errors import CheckFailedError, IncompatibleError
 from ..plan.plan import Plan, some
 from ..probe.trace import quiet
 from ..verify import checks
@@ -87,7 +87,7 @@ def check_keys(folder: Path, shapes: dict[str, list[int]]) -> int:
     """A transformer's shards hold what its class has; returns how many tensors. Raises LinearizeError (exit 6)."""
     wrong = shape_mismatches(folder, shapes)
     if wrong:
-        raise LinearizeError(f"verification failed: {wrong[0]}", Exit.CHECK_FAILED)
+        raise CheckFailedError(f"verification failed: {wrong[0]}")
     return sum(len(read_header(path)) for path in folder.glob("*.safetensors"))
 
 
@@ -138,10 +138,9 @@ def verify_folder(
     except OSError as error:
         raise unreadable(error) from error
     if not parts or not all(config.get("linearize") for config in configs.values()):
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{folder} holds no transformer that linearize converted: nothing to verify. Convert it first: linearize "
-            f"convert {folder} --to mhla",
-            Exit.INCOMPATIBLE,
+            f"convert {folder} --to mhla"
         )
     if not trust_remote_code:
         refuse_code(folder, origin_of(folder, configs))

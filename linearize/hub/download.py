@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import Exit, LinearizeError, in_repository, near_path
+from ..errors import IncompatibleError, in_repository, near_path
 from .errors import hub_errors, unreached
 
 
@@ -39,7 +39,7 @@ def download(
     except HFValidationError as error:
         near = near or in_repository(model)
         message = f"no such folder {model!r}, and it is no Hub id (user/repo){near and '.'}{near}"
-        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(message) from error
     return folder, folder.name
 
 

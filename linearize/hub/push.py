@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import SECRET, Exit, LinearizeError, quoted
+from ..errors import SECRET, CheckFailedError, Exit, IncompatibleError, LinearizeError, quoted
 from ..plan.plan import Plan
 from ..terminal.output import counted, size
 from ..terminal.progress import progress
@@ -104,8 +104,7 @@ def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: boo
 
     listed = json.loads((folder / MANIFEST).read_text("utf-8")).get("files", ())
     if MANIFEST not in listed:
-        message = f"{folder / MANIFEST} does not say which files are the model's. Convert or train again"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{folder / MANIFEST} does not say which files are the model's. Convert or train again")
     present = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     check_complete(folder, code=Exit.CHECK_FAILED)
     files = {name: present[name].stat().st_size for name in sorted(listed)}
@@ -151,10 +150,6 @@ def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, 
     return (None, f"{named} is not in the card: {wrong}") if wrong else (result, "")
 
 
-def _failed(reason: str) -> LinearizeError:
-    return LinearizeError(reason, Exit.CHECK_FAILED)
-
-
 def check_name(repo: str) -> None:
     """Refuse (exit 2) what is no user/repo."""
     from huggingface_hub.errors import HFValidationError
@@ -175,7 +170,7 @@ def check_secrets(path: Path) -> None:
     token = get_token()
     for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
         if SECRET.search(line) or (token and token in line):
-            raise _failed(f"{path}:{number} holds an access token or a password. Take it out, and revoke it")
+            raise CheckFailedError(f"{path}:{number} holds an access token or a password. Take it out, and revoke it")
 
 
 def check_card(path: Path) -> list[str]:
@@ -193,7 +188,7 @@ def check_card(path: Path) -> list[str]:
         for base in [bases] if isinstance(bases, str) else bases:
             validate_repo_id(base)
     except (ValueError, TypeError, yaml.YAMLError, HFValidationError) as error:
-        raise _failed(f"{path}: its metadata cannot be used: {error}") from error
+        raise CheckFailedError(f"{path}: its metadata cannot be used: {error}") from error
     notes, lacking = [], {key: told for key, told in WANTED.items() if not data.get(key)}
     if lacking:
         names = " and ".join(f"no {key} ({why})" for key, (why, _) in lacking.items())

@@ -17,7 +17,7 @@ from ..data.augment import augmentation
 from ..data.batches import check_there, source_hash
 from ..data.documents import TextSource, check_rows, no_datasets
 from ..demo import named_base
-from ..errors import Exit, LinearizeError, did_you_mean, existing_folder
+from ..errors import LinearizeError, ResourceError, did_you_mean, existing_folder
 from ..estimate.advice import advise
 from ..estimate.estimate import refusal
 from ..estimate.memory import Rehearsal
@@ -122,21 +122,16 @@ def check_resources(job: Job) -> None:
     need, free = sum(cost.disk.values()), shutil.disk_usage(parent).free
     if need > free:
         parts = ", ".join(f"{part} {size(count)}" for part, count in cost.disk.items())
-        raise LinearizeError(
+        raise ResourceError(
             f"the run needs {size(need)} in {parent} ({parts}), {size(free)} free. Make room, choose another "
-            "output_dir, or set checkpoint.save_total_limit=1",
-            Exit.RESOURCE,
+            "output_dir, or set checkpoint.save_total_limit=1"
         )
 
 
 def data_hashes(recipe: Recipe) -> dict[str, str]:
     """`source_hash` of each source of a recipe, by its name there."""
     found = dict[str, str]()
-    for number, stage in enumerate(recipe.stages):
-        for split in ("train", "eval"):
-            source = getattr(recipe.data_for(stage), split)
-            if source is not None:
-                own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
-                name = f"{own}data.{split}"
-                found[name] = found.get(name) or source_hash(source, recipe.folder)
+    for stage in recipe.stages:
+        for name, source in recipe.sources_of(stage).items():
+            found[name] = found.get(name) or source_hash(source, recipe.folder)
     return found

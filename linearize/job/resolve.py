@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..checkpoint.source import Source
-from ..errors import Exit, LinearizeError, reason_of, resource_error, undamaged
+from ..errors import IncompatibleError, LinearizeError, reason_of, resource_error, undamaged
 from ..estimate.choose import as_before, choose, is_open, without_auto
 from ..estimate.estimate import Cost, estimate
 from ..estimate.gpus import Device, card, present
@@ -113,7 +113,7 @@ class Job:
                 raise
             found = f"{self.base.folder or self.recipe.name} cannot be loaded"
             why = f"{type(error).__name__}: {reason_of(error)}"
-            raise LinearizeError(f"{found} ({why}). Download or convert it again", Exit.INCOMPATIBLE) from error
+            raise IncompatibleError(f"{found} ({why}). Download or convert it again") from error
 
     @cached_property
     def teacher(self) -> Named | None:

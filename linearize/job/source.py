@@ -62,8 +62,8 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
     return plan_conversion(base or base_path(recipe), how.mechanism, weights=weights, **scored, **asked_of(recipe, how))
 
 
-def asked_of(recipe: Recipe, how: Convert) -> dict[str, Any]:
-    """What a recipe asks of a conversion, as arguments of `plan_conversion`."""
+def asked_of(recipe: Any, how: Convert) -> dict[str, Any]:
+    """What a recipe, also one of latents, asks of a conversion, as arguments of `plan_conversion`."""
     return {
         "layers": how.layers,
         "keep_softmax": how.keep_softmax,
@@ -71,9 +71,9 @@ def asked_of(recipe: Recipe, how: Convert) -> dict[str, Any]:
         "kept_window": how.kept_window,
         "options": how.options,
         "allow_drop": how.allow_drop,
-        "dtype": recipe.model.dtype or "keep",
+        "dtype": getattr(recipe.model, "dtype", None) or "keep",
         "copy": how.copy_weights,
-        "revision": recipe.model.revision,
+        "revision": getattr(recipe.model, "revision", None),
         "trust_remote_code": recipe.model.trust_remote_code,
     }
 

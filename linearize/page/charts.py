@@ -137,9 +137,7 @@ def smoothed(points: Sequence[Point], share: float = 0.04) -> list[Point]:
 # ---------------------------------------------------------------- charts
 
 
-def lines(
-    title: str, series: Sequence[Series], x: Axis, y: Axis, width: float = WIDTH, height: float = 250.0
-) -> Drawing:
+def lines(title: str, series: Sequence[Series], x: Axis, y: Axis, height: float = 250.0) -> Drawing:
     """Lines over one pair of axes, their names above; empty series are left out.
 
     Raises ValueError when nothing can be shown.
@@ -152,13 +150,13 @@ def lines(
     low_x, high_x = (min(xs), max(xs)) if max(xs) > min(xs) else limits(xs, x.log)
     low_y, high_y = limits(ys, y.log)
     x, y = x.between(low_x, high_x), y.between(low_y, high_y)
-    across = scale(low_x, high_x, x.log, LEFT, width - RIGHT)
+    across = scale(low_x, high_x, x.log, LEFT, WIDTH - RIGHT)
     down = scale(low_y, high_y, y.log, height - BOTTOM, TOP)
-    shapes = frame(title, x, y, across, down, width, height)
+    shapes = frame(title, x, y, across, down, height)
     for one in shown:
         points = tuple((across(a), down(b)) for a, b in thinned(one.points))
         if len(points) == 1 and one.dashed:  # one value for all: a level
-            points = ((LEFT, points[0][1]), (width - RIGHT, points[0][1]))
+            points = ((LEFT, points[0][1]), (WIDTH - RIGHT, points[0][1]))
         ends = f"{one.name}: {y.text(one.points[0][1])} to {y.text(one.points[-1][1])}"
         if len(points) > 1:
             weight = 1.0 if one.faint else 1.4 if one.dashed else 2.0
@@ -168,11 +166,11 @@ def lines(
             for a, b in [*one.points[:-1:every], one.points[-1]]:
                 hint = f"{one.name}: {y.text(b)} at {x.text(a)} {x.label}"
                 shapes.append(Dot(across(a), down(b), 2.6, one.colour, hint=hint))
-    shapes += legend([(one.name, one.colour, one.dashed) for one in shown if not one.faint], width)
+    shapes += legend([(one.name, one.colour, one.dashed) for one in shown if not one.faint])
     about = ", ".join(f"{one.name} {y.text(one.points[-1][1])}" for one in shown if not one.faint)
     last = {one.points[-1][0] for one in shown if not one.faint}
     where = f"{x.text(last.pop())} {x.label}" if len(last) == 1 else "the end"  # of each line, where they differ
-    return Drawing(width, height, f"{title}, at {where}: {about}", tuple(shapes))
+    return Drawing(WIDTH, height, f"{title}, at {where}: {about}", tuple(shapes))
 
 
 def frame(
@@ -181,7 +179,6 @@ def frame(
     y: Axis,
     across: Callable[[float], float],
     down: Callable[[float], float],
-    width: float,
     height: float,
 ) -> list[Shape]:
     """Title, grid, ticks and labels; both axes are `between` their ends."""
@@ -189,31 +186,26 @@ def frame(
     shapes.append(Text(0, TOP - 10, y.label))
     for value in y.ticks or ():
         place = down(value)
-        shapes += [Line(((LEFT, place), (width - RIGHT, place)), "grid", 1.0)]
+        shapes += [Line(((LEFT, place), (WIDTH - RIGHT, place)), "grid", 1.0)]
         shapes += [Text(LEFT - 8, place + 4, y.text(value), anchor="end")]
-    shapes.append(Line(((LEFT, height - BOTTOM), (width - RIGHT, height - BOTTOM)), "soft", 1.0))
+    shapes.append(Line(((LEFT, height - BOTTOM), (WIDTH - RIGHT, height - BOTTOM)), "soft", 1.0))
     for value in x.ticks or ():
         place = across(value)
         shapes.append(Line(((place, height - BOTTOM), (place, height - BOTTOM + 4)), "soft", 1.0))
         shapes.append(Text(place, height - BOTTOM + 17, x.text(value), anchor="middle"))
-    shapes.append(Text(width - RIGHT, height - 6, x.label, anchor="end"))
+    shapes.append(Text(WIDTH - RIGHT, height - 6, x.label, anchor="end"))
     return shapes
 
 
-def legend(entries: Sequence[tuple[str, str, bool]], width: float) -> list[Shape]:
+def legend(entries: Sequence[tuple[str, str, bool]]) -> list[Shape]:
     """Names at the right above a chart, each with a stroke of its colour; one name needs no legend."""
     shapes: list[Shape] = []
-    right = width - RIGHT
+    right = WIDTH - RIGHT
     for name, colour, dashed in reversed(entries if len(entries) > 1 else ()):
-        right -= text_width(name)
+        right -= 0.53 * 11.0 * len(name)  # about its width
         shapes += [
             Text(right, TOP - 10, name, "ink"),
             Line(((right - 24, TOP - 14), (right - 6, TOP - 14)), colour, 2.5, dashed),
         ]
         right -= 40
     return shapes
-
-
-def text_width(text: str, size: float = 11.0) -> float:
-    """About how wide a line of text is."""
-    return 0.53 * size * len(text)

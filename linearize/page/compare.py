@@ -137,7 +137,7 @@ def figures(run: RunRecord) -> dict[str, Any]:
 
     KL is of the evaluation that the perplexity is of. What a run did not measure itself is that of `linearize eval`.
     """
-    teacher = isinstance(run, ModelRecord) and run.teacher
+    teacher = run.teacher
     found = {} if teacher else run.evaluation or {}
     last = {key: curve[-1][1] for key in ("eval_kl", "eval_agreement", "eval_error") if (curve := run.curve(key))}
     cache = run.plan.cache_bytes(MEMORY_AT)["source"] if run.plan else None
@@ -222,7 +222,7 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
     students = _students(runs)
     lacking = [(shown(str(run.folder)), run) for run in students if _unmeasured(run)]
     found = [f"{place} was not measured: {_measure(place, run.base)}" for place, run in lacking]
-    if not all(_same_teacher(*pair) for pair in itertools.combinations(students, 2)):
+    if not all(a.base == b.base or _original(a) == _original(b) for a, b in itertools.combinations(students, 2)):
         found.append("the runs have different teachers: x teacher and KL are against each run's own")
     rated = [run for run in students if not _unmeasured(run)]
     if not all(_same_text(*pair) for pair in itertools.combinations(rated, 2)):
@@ -243,7 +243,7 @@ def notes(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[
 def notes_below(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) -> list[str]:
     """What to know of cells of the table that are empty, or that compare nothing."""
     found = []
-    students = [(run, label) for run, label in zip(runs, labels(runs), strict=True) if not _teaches(run)]
+    students = [(run, label) for run, label in zip(runs, labels(runs), strict=True) if not run.teacher]
     for run in (run for run, _ in students if _lacks_eval(run)):
         what = "same predictions" + " and needles" * (run.unit == "tokens")
         found.append(f"not measured: {measuring(run, Path(shown(str(run.folder))))} measures {what}")
@@ -254,7 +254,7 @@ def notes_below(runs: Sequence[RunRecord], shown: Callable[[str], str] = str) ->
             named = ", ".join(str(portable(name)) for name in text.split(", "))
             found.append(f"same prediction of {label} is that of linearize eval, on {read}{named}")
     for run, label in zip(runs, labels(runs), strict=True):
-        found += [f"{label}: {note}" for note in run.notes if not _teaches(run)]
+        found += [f"{label}: {note}" for note in run.notes if not run.teacher]
     nothing = [label for run, label in students if "needle" in empty_tasks(run.evaluation)]
     if nothing:
         found.append(f"needles of {', '.join(nothing)} compare nothing: the teacher itself finds 0 %")
@@ -268,16 +268,7 @@ def _beside(run: RunRecord) -> ModelRecord:
 
 def _students(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """All but the teachers."""
-    return [run for run in runs if not _teaches(run)]
-
-
-def _teaches(run: RunRecord) -> bool:
-    return isinstance(run, ModelRecord) and run.teacher
-
-
-def _same_teacher(one: RunRecord, other: RunRecord) -> bool:
-    """Whether two were measured beside the same model: by name, or by what was converted first."""
-    return one.base == other.base or _original(one) == _original(other)
+    return [run for run in runs if not run.teacher]
 
 
 def _original(run: RunRecord) -> str:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ..errors import Exit, LinearizeError
+from ..errors import ResourceError
 
 Point = tuple[float, float]
 
@@ -112,7 +112,7 @@ def pillow(what: str) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise LinearizeError(f'{what} needs pillow: pip install "linearize[vision]"', Exit.RESOURCE) from error
+        raise ResourceError(f'{what} needs pillow: pip install "linearize[vision]"') from error
     return Image
 
 

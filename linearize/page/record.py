@@ -35,6 +35,8 @@ class RunRecord:
     plan: Plan | None
     evaluation: dict[str, Any] | None
 
+    teacher = False  # of a model beside runs
+
     @property
     def name(self) -> str:
         return str(self.values.get("name", self.folder.name))
@@ -272,15 +274,7 @@ def read_run(folder: Path, evaluation: Path | None = None, plan: Plan | None = N
     entries = [line for line in read_lines(folder / "metrics.jsonl") if is_entry(line)]
     with whole(folder):
         plan = plan or find_plan(folder, settings)
-    return RunRecord(
-        folder,
-        settings,
-        recipe,
-        entries,
-        report,
-        plan,
-        read_evaluation(folder, evaluation),
-    )
+    return RunRecord(folder, settings, recipe, entries, report, plan, read_evaluation(folder, evaluation))
 
 
 def whole(run: Path) -> contextlib.AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from linearize_kernels.mixer import AttentionSite
 
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import IncompatibleError, LinearizeError, did_you_mean
 from ..terminal.output import layers_named, ranges
 
 
@@ -86,8 +86,7 @@ def check_dropped_features(sites: Iterable[AttentionSite], allowed: Iterable[str
         )
         flags = " ".join(f"--allow-drop {feature.name}" for feature in refused)
         layers = ranges(sorted({layer for its in refused.values() for layer in its}))
-        raise LinearizeError(
+        raise IncompatibleError(
             f"the result would lack {what}. Pass {flags} to convert all the same, or keep these layers: "
-            f"--keep-softmax {layers}",
-            Exit.INCOMPATIBLE,
+            f"--keep-softmax {layers}"
         )

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError, LinearizeError
 from ..terminal.output import layers_named
 from .keep import UNSCORED, Choice, auto_count
 
@@ -74,7 +74,7 @@ def keep_heads(text: str, sites: Sequence[AttentionSite], found: Found, model: s
             )
         reason = obstacle(site, found)
         if reason:
-            raise LinearizeError(f"--keep-heads {text}: heads of layer {layer} {reason}", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"--keep-heads {text}: heads of layer {layer} {reason}")
         by_layer[layer] = dataclasses.replace(site, softmax_groups=tuple(heads))
     return [by_layer[site.layer] for site in sites]
 
@@ -121,9 +121,8 @@ def auto_heads(text: str, groups: Sequence[Group]) -> int:
     Raises LinearizeError: 2 for another form and for more than leave one in each layer, 3 where there are none.
     """
     if not groups:
-        raise LinearizeError(
-            f"--keep-heads {text}: no layer that becomes linear has several key heads whose softmax can be kept",
-            Exit.INCOMPATIBLE,
+        raise IncompatibleError(
+            f"--keep-heads {text}: no layer that becomes linear has several key heads whose softmax can be kept"
         )
     count = auto_count(text, len(groups), "--keep-heads", "head")
     most = len(groups) - len({layer for layer, _ in groups})

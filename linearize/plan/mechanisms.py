@@ -167,12 +167,8 @@ def _parse(option: str, value: Any, expected: Any, bounds: Any) -> Any:
     if not exact or isinstance(value, bool):
         raise LinearizeError(f"{option}={value}: must be {'a whole number' if expected is int else 'a number'}")
     if not bounds.low <= number <= bounds.high:
-        raise LinearizeError(f"{option}={value}: must be {_range(bounds)}")
+        raise LinearizeError(f"{option}={value}: must be >= {bounds.low:g} and <= {bounds.high:g}")
     return number
-
-
-def _range(bounds: Any) -> str:
-    return f">= {bounds.low:g} and <= {bounds.high:g}"
 
 
 def parse_settings(settings: list[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from linearize_kernels.layers.rotary import resolve_rope
 from linearize_kernels.mixer import AttentionSite
 
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError, LinearizeError
 from ..probe.found import Found, Other
 from ..terminal.output import counted, layers_named, ranges
 from .dropped_features import dropped_features
@@ -220,10 +220,9 @@ def choose_layers(
     Raises LinearizeError: 2 for a malformed selection or a layer that is not there, 3 for one that cannot be linear.
     """
     if is_auto(keep_softmax):
-        raise LinearizeError(
+        raise IncompatibleError(
             f"--keep-softmax {keep_softmax} compares predictions of text, and {model} writes none. Name the layers, "
-            "such as --keep-softmax 0,3",
-            Exit.INCOMPATIBLE,
+            "such as --keep-softmax 0,3"
         )
     known = [site.layer for site in found.sites]
     if not layers.strip(" ,"):
@@ -253,7 +252,7 @@ def layer_set(text: str, flag: str, found: Found, model: str) -> set[int]:
     missing = chosen - {*known}
     for other in found.others:
         if other.layer is not None and (other.layer in missing or any(other.layer in part for part in beyond)):
-            raise LinearizeError(f"{flag} {text}: {other}. Choose among layers {ranges(known)}", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{flag} {text}: {other}. Choose among layers {ranges(known)}")
     if beyond and known == list(range(len(known))):
         there = f"{model} has {counted(len(known), 'layer')} ({ranges(known)})"
         raise LinearizeError(f"{flag} {text}: {_lacking(missing, beyond, 'not exist')}; {there}")
@@ -338,19 +337,19 @@ def check_rotation(found: Found, steps: tuple[Step, ...]) -> None:
         (place, asked), sites = rotation_asked(wrong[0]), [step.site for step in wrong]
         use, what = ("Set rope=true", "taken away") if place is False else ("Set rope=before", "taken away or moved")
         use = use if "rope" in wrong[0].options else "Choose another mechanism"
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{asked}: {sites[0].kind} at {layers_named(site.layer for site in sites)} is not given its rotation by "
-            f"an argument position_embeddings, so it cannot be {what}. {use}",
-            Exit.INCOMPATIBLE,
+            f"an argument position_embeddings, so it cannot be {what}. {use}"
         )
 
 
-def check_idle(found: Found, steps: tuple[Step, ...], given: dict[str, Any]) -> None:
+def check_unused_options(found: Found, steps: tuple[Step, ...], given: dict[str, Any]) -> None:
     """Raise LinearizeError (exit 2) for an option that was given and has no effect at any site."""
     for name, value in given.items():
         option, layers = name.partition("@")[0], own_layers(name, [step.site for step in steps])
         concerned = [s for s in steps if s.site.layer in layers]
-        reasons = [load_mechanism(s.mechanism).idle(s.site, s.site.path in found.flat).get(option) for s in concerned]
+        unused = [load_mechanism(s.mechanism).unused_options(s.site, s.site.path in found.flat) for s in concerned]
+        reasons = [options.get(option) for options in unused]
         if all(reasons):
             raise LinearizeError(f"{name}={value} has no effect in this model: {reasons[0]}. Leave it out")
 
@@ -372,8 +371,7 @@ def fitting(found: Found, mechanism: str, model: str) -> Found:
         others = [name for name in mechanism_names() if any(not mismatch(site, name) for site in found.sites)]
         instead = f"Choose {' or '.join(others)}" if others else "No mechanism fits"
         site = unfit[0]
-        raise LinearizeError(f"--to {mechanism}: {model} has no place for it: {site.path} {site.reason}. {instead}",
-            Exit.INCOMPATIBLE)  # fmt: skip
+        raise IncompatibleError(f"--to {mechanism}: {model} has no place for it: {site.path} {site.reason}. {instead}")
     return dataclasses.replace(found, sites=sites, others=(*found.others, *unfit))
 
 
@@ -406,7 +404,7 @@ def make_steps(sites: list[AttentionSite], mechanism: str, given: dict[str, Any]
         options = resolve_options(mechanism, own_options(given, owners, site.layer), site)
         reason = mismatch(site, mechanism)
         if reason:
-            raise LinearizeError(f"{site.path} {reason}", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{site.path} {reason}")
         if site.reduction:
             site = dataclasses.replace(site, sr=reduced(sr, site, mechanism, mixer_class.square))
         with torch.device("meta"):
@@ -442,7 +440,7 @@ def local_steps(kept: list[AttentionSite], window: KeptWindow, found: Found, ite
         more = ", ".join(site.extras)
         reason = f"gives its softmax {more}, which the window would ignore" if more else mismatch(site, LOCAL)
         if reason:
-            raise LinearizeError(f"{asked}: {site.path} {reason}. Leave it out", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{asked}: {site.path} {reason}. Leave it out")
     return make_steps(local, LOCAL, {"window": window.tokens, "sink": SINK}, item)
 
 
@@ -474,9 +472,8 @@ def own_options(given: dict[str, Any], owners: dict[str, set[int]], layer: int |
 def reduced(sr: str | None, site: AttentionSite, mechanism: str, square: bool) -> str:
     """`keep` or `drop`: what becomes of a site's reduction of keys. `square`: the mechanism needs a key per query."""
     if sr == "keep" and square:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"sr=keep: {site.path} computes fewer keys than queries, and {mechanism!r} needs one for each. Leave sr "
-            "out (it is then drop), or choose la",
-            Exit.INCOMPATIBLE,
+            "out (it is then drop), or choose la"
         )
     return sr or ("drop" if square else "keep")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError, LinearizeError
 from ..probe.found import Found
 from ..terminal.output import layers_named, ranges
 from .dropped_features import check_dropped_features
@@ -15,8 +15,8 @@ from .keep import is_auto
 from .plan import (
     Pass,
     Plan,
-    check_idle,
     check_rotation,
+    check_unused_options,
     grouped,
     item_bytes,
     layer_set,
@@ -34,10 +34,9 @@ def same_mechanism(old: Plan, options: dict[str, Any], name: str) -> tuple[str, 
     """
     kinds = {step.mechanism for step in old.linear}
     if len(kinds) > 1:
-        message = (
+        raise LinearizeError(
             f"{name} has layers of {' and '.join(sorted(kinds))}. Say which the new ones become: --to {min(kinds)}"
         )
-        raise LinearizeError(message)
     options_of = [step.options for step in old.linear]
     # What rope=auto became beside heads with softmax, and elsewhere.
     places = [("after", "before")[bool(step.site.softmax_groups)] for step in old.linear]
@@ -92,7 +91,7 @@ def plan_reconversion(
     sites = keep_heads(request.keep_heads, sites, found, folder)
     steps = resolve_rotation(found, make_steps(sites, request.mechanism, request.options or {}, item_bytes(old.dtype)))
     check_rotation(found, steps)
-    check_idle(found, steps, given)
+    check_unused_options(found, steps, given)
     restored = [path for path, step in mixers.items() if step.site.layer in back]
     stay = {path: step for path, step in mixers.items() if path not in restored}
     known = stay | {step.site.path: step for step in steps}
@@ -157,12 +156,11 @@ def check_request(request: Request, restore: str, old: Plan, found: Found, folde
         kinds = " and ".join(sorted({repr(step.mechanism) for step in old.linear}))
         left = [site.layer for site in found.sites if site.path not in paths]
         more = f"become linear (--layers {ranges(left)} for all that have softmax), or which " if left else ""
-        message = (
+        raise IncompatibleError(
             f"{folder} has {kinds} in {layers_named(step.site.layer for step in old.linear)} already. To train it, "
             "use linearize finetune with convert=null. To convert it again, name the layers that "
             f"{more}get softmax back (--restore 3)"
         )
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
 
 
 def chosen(text: str, flag: str, found: Found, folder: str, fits: Callable[[str], bool], otherwise: str) -> set[int]:

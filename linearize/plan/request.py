@@ -16,8 +16,8 @@ from .keep import LOCAL, KeptWindow, is_auto
 from .mechanisms import renamed_options
 from .plan import (
     Plan,
-    check_idle,
     check_rotation,
+    check_unused_options,
     choose_layers,
     fitting,
     grouped,
@@ -104,7 +104,7 @@ class Request:
         steps = make_steps(chosen, self.mechanism, self.options or {}, item_bytes(target))
         steps = resolve_rotation(found, steps, scored)
         check_rotation(found, steps)
-        check_idle(found, steps, self.options or {})
+        check_unused_options(found, steps, self.options or {})
         window = self.window
         if window is not None:
             local = local_steps(kept, window, found, item_bytes(target))

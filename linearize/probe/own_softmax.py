@@ -121,17 +121,13 @@ class Watch(Capture):
         unnamed = "own_mask" if other.dtype == torch.bool else "score_bias"
         found.extras.add(next((argument for argument, its in arguments.items() if its == memory), unnamed))
 
-    def causal_by_module(self, module: Any, queries: int) -> bool | None:
-        """Whether a module looks back, None where nothing tells: it does among a decoder's own tokens, and else has
-        `is_causal`."""
-        return self.follow.decodes(queries) or getattr(module, "is_causal", None)
-
     def record(self, found: Any, v: Tensor, softmax: Any) -> Tensor:
         """What `Capture` found: a record like those of the attention interface."""
         module, arguments = self.running[-1]
         x, B = self.hidden(), self.shape[0]
         q, k = (part.reshape(B, -1, *part.shape[-2:]) for part in (found.q, found.k))
         where = self.follow.place(self.shape, module, arguments)
+        stated = self.follow.decodes(q.shape[2]) or getattr(module, "is_causal", None)  # None where nothing tells
         self.records.append(
             {
                 "module": module,
@@ -142,7 +138,7 @@ class Watch(Capture):
                 "key_dim": q.shape[-1],
                 "value_dim": v.shape[-1],
                 "scale": found.scale,
-                "causal": looks_back(self.causal_by_module(module, q.shape[2]), self.model, where),
+                "causal": looks_back(stated, self.model, where),
                 "denies": False,
                 "extras": tuple(sorted(found.extras - {"attention_mask"} | BIASES & _given(arguments))),
                 "keys": k.shape[2],

@@ -20,7 +20,7 @@ from linearize_kernels.hf.attention_hooks import rotates
 from linearize_kernels.hf.capture import OtherForm
 from linearize_kernels.mixer import AttentionSite
 
-from ..errors import Exit, LinearizeError, reason_of
+from ..errors import IncompatibleError, LinearizeError, reason_of
 from ..terminal.output import ranges
 from .found import Found, Other
 from .trace import PROBE, Run, interface_calls, own_softmax, quiet, slots_read
@@ -47,10 +47,9 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found
-    raise LinearizeError(
+    raise IncompatibleError(
         f"model type {config.model_type!r} with architectures {config.architectures} has no model class in "
-        f"transformers {transformers.__version__}. Choose another checkpoint or upgrade transformers",
-        Exit.INCOMPATIBLE,
+        f"transformers {transformers.__version__}. Choose another checkpoint or upgrade transformers"
     )
 
 
@@ -98,7 +97,7 @@ def probe(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found
     if len({site.layer for site in sites}) < len(sites):  # of two towers that count from 0
         sites = [dataclasses.replace(site, layer=number) for number, site in enumerate(sites)]
     if not sites:
-        raise LinearizeError(f"{model_class.__name__} has nothing to convert: {unfit[0]}", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{model_class.__name__} has nothing to convert: {unfit[0]}")
     turned = {site.path for site in sites} if run.model and rotates(run.model) else set()
     return Found(
         tuple(sites),
@@ -119,10 +118,9 @@ def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
     """
     whole = type(config)
     if whole is not model_class.config_class and model_class.config_class in whole.sub_configs.values():
-        raise LinearizeError(
+        raise IncompatibleError(
             f"the config is a {whole.__name__}, of which {model_class.__name__} is the text part, as linearize export "
-            "writes it for engines. Give the folder that was exported, or the model with the config of its text",
-            Exit.INCOMPATIBLE,
+            "writes it for engines. Give the folder that was exported, or the model with the config of its text"
         )
     run = interface_calls(config, model_class)
     obstacle = run.error
@@ -134,9 +132,8 @@ def _run(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Run:
         if isinstance(run.error, OtherForm):
             obstacle = None
     if obstacle:
-        raise LinearizeError(
-            f"{model_class.__name__} cannot be probed on the meta device: {type(obstacle).__name__}: {obstacle}",
-            Exit.INCOMPATIBLE,
+        raise IncompatibleError(
+            f"{model_class.__name__} cannot be probed on the meta device: {type(obstacle).__name__}: {obstacle}"
         ) from obstacle
     return run
 
@@ -147,10 +144,9 @@ def _nothing(run: Run, others: list[Other], config: Any, model_class: type[PreTr
     own = "computes no softmax over keys of its own"
     if isinstance(run.error, OtherForm):
         own = f"what it computes itself has another form: {reason_of(run.error)}"
-    return LinearizeError(
+    return IncompatibleError(
         f"no attention found: {model_class.__name__} ({config.model_type}) made no call through transformers' "
-        f"attention interface and {own}. Attention-like modules seen: " + (kinds or "none"),
-        Exit.INCOMPATIBLE,
+        f"attention interface and {own}. Attention-like modules seen: " + (kinds or "none")
     )
 
 

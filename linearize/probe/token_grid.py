@@ -41,7 +41,9 @@ class PatchTracer(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
         super().__init__()
-        self.inputs, self.images, self.decoder = inputs, images_of(inputs), is_decoder(model)
+        sound = inputs.get("input_values")  # spectrograms [B,frames,bins] are images, waves [B,samples] are not
+        self.images = sound if sound is not None and sound.ndim == 3 else inputs.get("pixel_values")
+        self.inputs, self.decoder = inputs, is_decoder(model)
         self.patches: Patches | None = None
         self.hooks: list[Any] = []
         if self.images is not None:
@@ -130,9 +132,3 @@ def looks_back(stated: bool | None, model: Any, where: dict[str, Any]) -> bool:
         writes = model.can_generate() or type(model.config) in AutoModelForCausalLM._model_mapping
         return writes and where["grid"] == "line" and not model.config.is_encoder_decoder
     return stated
-
-
-def images_of(inputs: dict[str, Tensor]) -> Tensor | None:
-    """The images among the inputs of a model; spectrograms [B,frames,bins] are such, waves [B,samples] are not."""
-    sound = inputs.get("input_values")
-    return sound if sound is not None and sound.ndim == 3 else inputs.get("pixel_values")

@@ -17,7 +17,7 @@ from typing import Any
 from ..checkpoint.atomic import check_result, write_result
 from ..convert import separate
 from ..data.batches import kind_of, tokens_per_sample
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import CheckFailedError, Exit, IncompatibleError, LinearizeError, did_you_mean
 from ..estimate.choose import as_before
 from ..estimate.estimate import lora_targets
 from ..finetune import finetune
@@ -159,7 +159,7 @@ def check_names(only: Collection[str]) -> tuple[str, ...]:
 def check_common(recipe: Recipe) -> None:
     """Raise LinearizeError: 2 for a recipe that cannot be the common one, 3 for several processes."""
     if processes() > 1:
-        raise LinearizeError("a race runs in one process: start it without a launcher", Exit.INCOMPATIBLE)
+        raise IncompatibleError("a race runs in one process: start it without a launcher")
     problem = ""
     if isinstance(recipe.model.base, Scratch):
         problem = "model.base is a random model. Name one that was trained"
@@ -197,9 +197,8 @@ def common_of(recipe: Recipe, tokens: int | None) -> Common:
     with resolve(recipe.changed({**resolved, "convert": {**resolved["convert"], **convert}})) as job:
         plan, model = job.base.planned[0], job.model
     if kind_of(model) != "text":
-        raise LinearizeError(
-            f"a race is for models that write text, and {type(model).__name__} writes none. Give another model",
-            Exit.INCOMPATIBLE,
+        raise IncompatibleError(
+            f"a race is for models that write text, and {type(model).__name__} writes none. Give another model"
         )
     layers = tuple(sorted({one.site.layer for one in plan.steps}))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -363,10 +362,9 @@ def measured(
     result |= compare(student, teacher, race.common, race.request, before)
     result |= {ASKED: race.asked(), "seconds": seconds, "device": device_name(student.model.device)}
     if not math.isfinite(result["kl"]) or not math.isfinite(result["student_ppl"]):
-        raise LinearizeError(
+        raise CheckFailedError(
             f"{one.name}: its student in {one.folder / 'final'} gives no finite numbers. Leave it out with --only, or "
-            "lower its learning rates",
-            Exit.CHECK_FAILED,
+            "lower its learning rates"
         )
     write_result(one.folder / EVAL, json.dumps(finite(result)) + "\n")
     return result

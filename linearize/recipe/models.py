@@ -99,11 +99,6 @@ class Teacher(Strict):
         return logits
 
 
-def _named_teacher(value: Any) -> Any:
-    """A mapping where there is only the model's name."""
-    return {"model": value} if isinstance(value, str) else value
-
-
 class Convert(Strict):
     mechanism: Text
     """What replaces softmax; `linearize mechanisms` lists them."""
@@ -518,9 +513,13 @@ class Recipe(Strict):
     """What is distilled, and from what."""
     convert: Convert | None = None
     """The conversion; null when the base is converted already, and for a random one that keeps its softmax."""
-    teacher: Annotated[Teacher | None, BeforeValidator(_named_teacher, json_schema_input_type=str | Teacher | None)] = (
-        None
-    )
+    teacher: Annotated[
+        Teacher | None,
+        BeforeValidator(
+            lambda value: {"model": value} if isinstance(value, str) else value,
+            json_schema_input_type=str | Teacher | None,
+        ),
+    ] = None
     """Another teacher of logits, as a name or with its keys; null: the base with softmax."""
     data: Data
     """Text or images of all stages that have none of their own."""
@@ -576,6 +575,15 @@ class Recipe(Strict):
     def folder(self) -> Path:
         """Where relative data files start."""
         return self._folder
+
+    def sources_of(self, stage: Stage) -> dict[str, Any]:
+        """What a stage reads, by the keys of the recipe that name it: its own, or those of all stages."""
+        data, found = self.data_for(stage), dict[str, Any]()
+        for split in ("train", "eval"):
+            if (source := getattr(data, split)) is not None:
+                own = f"stages[{self.stages.index(stage)}]." * (getattr(stage.data, split) is not None)
+                found[f"{own}data.{split}"] = source
+        return found
 
     def data_for(self, stage: Stage) -> Data:
         """The data of one of the stages: its own where given, else the recipe's."""

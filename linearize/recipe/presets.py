@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..demo import DEMO
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import LinearizeError, ResourceError, did_you_mean
 
 FIRST = "hybrid"
 SCHEMA = "recipe.schema.json"  # which `copy` writes beside a recipe
@@ -114,5 +114,5 @@ def copy(name: str, to: Path, overwrite: bool = False, schema: Mapping[str, Any]
         if schema is not None and ours:
             write_atomically(beside, json.dumps(schema, indent=2) + "\n")
     except OSError as error:
-        raise LinearizeError(f"cannot write {target}: {error.strerror}", Exit.RESOURCE) from None
+        raise ResourceError(f"cannot write {target}: {error.strerror}") from None
     return target

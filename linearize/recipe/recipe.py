@@ -19,7 +19,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from ..errors import LinearizeError, did_you_mean, redact
+from ..errors import LinearizeError, did_you_mean, leaves, redact
 from ..plan.mechanisms import check_name
 from .data import SOURCES, TeacherSource, parts_of
 from .models import (
@@ -119,10 +119,14 @@ def validated(document: Document, folder: Path, kind: type[Strict]) -> Any:
     document.substitute("name")
     for keys, text in _name_clashes(document.data.get("stages")):
         document.problem(keys, text)
-    for keys in _secrets(document.data, ()):
-        document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
-    for error in _violations(document.data, folder, kind):
-        _report(document, error, kind)
+    for keys, value in leaves(document.data):
+        if isinstance(value, str) and redact(value) != value:
+            document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
+    try:
+        kind.model_validate(document.data, context={"folder": folder})
+    except ValidationError as error:
+        for one in error.errors():
+            _report(document, one, kind)
     document.check()
     return kind.model_validate(document.data)
 
@@ -139,24 +143,6 @@ def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:
 def trains_source(parts: Collection[str]) -> bool:
     """Whether what a stage trains has weights of the source in it, adapters apart."""
     return not {"mixer", "all"}.isdisjoint(parts)
-
-
-def _violations(data: Any, folder: Path, kind: type[Strict]) -> Sequence[Mapping[str, Any]]:
-    """What is wrong with a recipe in that folder."""
-    try:
-        kind.model_validate(data, context={"folder": folder})
-    except ValidationError as error:
-        return error.errors()
-    return []
-
-
-def _secrets(item: Any, keys: Keys) -> Iterator[Keys]:
-    """Where a recipe holds what must not reach logs and model cards."""
-    if isinstance(item, dict | list):
-        for key, value in item.items() if isinstance(item, dict) else enumerate(item):
-            yield from _secrets(value, (*keys, key))
-    elif isinstance(item, str) and redact(item) != item:
-        yield keys
 
 
 def _name_clashes(stages: Any) -> Iterator[tuple[Keys, str]]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from ..errors import Exit, LinearizeError, check_file, did_you_mean, near_path
+from ..errors import LinearizeError, ResourceError, check_file, did_you_mean, near_path
 from .presets import presets, recipes_folder
 from .renamed import present_key
 
@@ -271,7 +271,7 @@ def _read(path: Path) -> str:
     except IsADirectoryError:
         raise LinearizeError(f"{path} is a folder, not a recipe file") from None
     except OSError as error:
-        raise LinearizeError(f"cannot read {path}: {error.strerror}", Exit.RESOURCE) from None
+        raise ResourceError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _where(node: Any, source: int) -> Where:

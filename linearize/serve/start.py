@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_serve_available
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config, outdated
 from ..checkpoint.source import open_source, read_header, read_json
-from ..errors import Exit, LinearizeError, did_you_mean, reason_of
+from ..errors import IncompatibleError, LinearizeError, ResourceError, did_you_mean, reason_of
 from ..extras import checkout, required, with_extra
 from ..terminal.output import say
 from .folder import layers_of
@@ -48,24 +48,24 @@ def server_command(
     folder = str(source.folder)
     if not is_linearized(source.folder):
         message = f"{model} is not linearized. Serve it without linearize: vllm serve, or transformers serve"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     plan = check_code(source.folder, trust_remote_code)
     for shard in source.shards:
         read_header(shard)  # one that is cut short is named here, and not in the midst of a server's start
     config = open_config(source.folder)
     if "AutoModelForCausalLM" not in config.auto_map:
         message = f"{config.architectures[0]} writes no text, which is what servers are for. Load it in Python"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     if chosen == "transformers":
         if reason := outdated(source.folder, plan):
-            raise LinearizeError(reason, Exit.INCOMPATIBLE)
+            raise IncompatibleError(reason)
         name = folder
         command = [sys.executable, "-m", "linearize.serve.with_transformers", folder, *listening]
     else:
         try:
             layers_of(config)
         except ValueError as error:
-            raise LinearizeError(f"{error}. Or add --server transformers", Exit.INCOMPATIBLE) from error
+            raise IncompatibleError(f"{error}. Or add --server transformers") from error
         name = value_of(options, "--served-model-name") or model
         named = ["--trust-remote-code", "--served-model-name", model]
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *named, *listening]
@@ -85,7 +85,7 @@ def check_address(host: str, port: str) -> None:
             trial.bind(address)
     except OSError as error:
         message = f"{host}, port {port}: {reason_of(error)}. Choose another with --port, or --host"
-        raise LinearizeError(message, Exit.RESOURCE) from error
+        raise ResourceError(message) from error
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -126,7 +126,7 @@ def choose(server: str) -> str:
         return found[0]
     if server not in found:
         what = "no server is installed" if server == "auto" else f"--server {server}: it is not installed"
-        raise LinearizeError(f"{what}. Install one: {remedies()}", Exit.RESOURCE)
+        raise ResourceError(f"{what}. Install one: {remedies()}")
     return server
 
 

@@ -325,7 +325,8 @@ class StateAttention(nn.Module, MambaBase):
             self.made = F.linear(x, *self.maps)
         layout = self.tokens(rotation=rotation, plain=True)
         inputs, beside = mixer.prepare(q, k, v, x, layout)
-        outputs = mixer.room(inputs, v)
+        # Code of 2026-11-28 calls it `room`.
+        outputs = (mixer.empty_outputs if hasattr(mixer, "empty_outputs") else mixer.room)(inputs, v)
         operator([*inputs], [*outputs], name)
         o = mixer.complete(outputs, beside, layout).to(v.dtype)
         self.made = None

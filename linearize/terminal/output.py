@@ -42,11 +42,6 @@ class PrintableRecord(logging.LogRecord):
 _formatwarning = warnings.formatwarning
 
 
-def printable_warning(*given: Any, **named: Any) -> str:
-    """A warning of any package as text, `printable`."""
-    return printable(_formatwarning(*given, **named))
-
-
 # What warns whenever it is imported, of parts that nothing here asks for.
 CHATTY = ("torchao", "bitsandbytes.backends.cpu.ops", "torch.utils._pytree")
 
@@ -58,7 +53,7 @@ def quiet_other_packages() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     logging.setLogRecordFactory(PrintableRecord)
-    warnings.formatwarning = printable_warning
+    warnings.formatwarning = lambda *given, **named: printable(_formatwarning(*given, **named))
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
 

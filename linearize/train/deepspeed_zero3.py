@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from linearize_kernels.hf.attention_hooks import mixers_of
 
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError, ResourceError
 from ..recipe.recipe import Recipe
 
 INSTEAD = "or launch with --use_fsdp --fsdp_version 2, which shards the same"
@@ -37,10 +37,9 @@ def read_config(recipe: Recipe, precision: str) -> dict[str, Any] | None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
     if importlib.util.find_spec("deepspeed") is None:
-        raise LinearizeError(
+        raise ResourceError(
             "launched with --use_deepspeed, but deepspeed is not installed: pip install 'linearize[deepspeed]', "
-            f"{INSTEAD}",
-            Exit.RESOURCE,
+            f"{INSTEAD}"
         )
     if recipe.runtime.device == "cpu" or not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the first import
@@ -58,7 +57,7 @@ def read_config(recipe: Recipe, precision: str) -> dict[str, Any] | None:
     }
     for message, found in refused.items():
         if found:
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
     # Whatever stays gathered would not see what the optimizer writes into the shards.
     return {k: v for k, v in config.items() if v != "auto"} | {"stage3_param_persistence_threshold": 0}
 

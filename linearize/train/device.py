@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import Exit, LinearizeError
+from ..errors import ResourceError
 from ..recipe.recipe import Recipe
 from ..terminal.output import counted
 
@@ -34,8 +34,8 @@ def resolve_precision(device: str, precision: str) -> str:
     """
     if device == "cuda" and not torch.cuda.is_available():
         message = "runtime.device is cuda, but torch sees no CUDA device. Set it to cpu; linearize doctor shows torch"
-        raise LinearizeError(message, Exit.RESOURCE)
+        raise ResourceError(message)
     cpu = takes_cpu(device)
     if precision == "fp16" and cpu:
-        raise LinearizeError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU", Exit.RESOURCE)
+        raise ResourceError("runtime.precision fp16 needs a GPU; use fp32 or bf16 on a CPU")
     return {"fp32": "no", "auto": "no" if cpu else "bf16"}.get(precision, precision)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from linearize_kernels.hf.attention_hooks import mixers_of
 
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from .deepspeed_zero3 import flat
 
 
@@ -46,7 +46,7 @@ def read_plugin(precision: str) -> FullyShardedDataParallelPlugin | None:
     }
     for message, found in refused.items():
         if found:
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(message)
     plugin.auto_wrap_policy = plugin.auto_wrap_policy or transformer_auto_wrap_policy
     if precision == "bf16":  # gradients are summed in float32, as one process would
         plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -63,8 +63,9 @@ def shard(model: Any, accelerator: Accelerator, trained: Container[str]) -> None
     """
     if not model.can_generate():
         message = f"FSDP of {type(model).__name__}, which writes no text, is not supported: launch without --use_fsdp"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
-    require_gradients(model, trained)
+        raise IncompatibleError(message)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
     mixers = list(mixers_of(model).values())
     for mixer in mixers:
         mixer.to(accelerator.device)
@@ -80,12 +81,6 @@ def shard(model: Any, accelerator: Accelerator, trained: Container[str]) -> None
     with torch.no_grad(), softmax, accelerator.autocast():
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=accelerator.device), use_cache=False)
     reshard(model)
-
-
-def require_gradients(model: nn.Module, names: Container[str]) -> None:
-    """Of these parameters, and of no others."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in names)
 
 
 def is_divided(module: Any) -> bool:

@@ -204,7 +204,10 @@ class StageLoop:
             left = f"{duration(seconds)} left{' in all' * bool(later)}" if seconds else "evaluation and saving follow"
             bar.update(done, loss, rate, left)
 
-        with StageProgress(self.stage, self.steps, start, quiet, unit) as bar, self._interruptible():
+        with (
+            StageProgress(self.stage, self.steps, start, quiet, unit) as bar,
+            caught((signal.SIGINT, *END), self._interrupt),
+        ):
             self.speed.resume(start)
             for step in range(start, self.steps):
                 self.unread.append((step + 1, *self.step(step)))
@@ -427,16 +430,10 @@ class StageLoop:
 
     # ------------------------------------------------------------ around the loop
 
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Within: the first Ctrl-C, SIGTERM or SIGHUP finishes the step and saves; a second one stops at once."""
-
-        def on_signal(number: int) -> None:
-            end_or_stop(self.owner.interrupted, number, self.owner.say)
-            self.owner.interrupted = True
-
-        with caught((signal.SIGINT, *END), on_signal):
-            yield
+    def _interrupt(self, number: int) -> None:
+        """The first Ctrl-C, SIGTERM or SIGHUP finishes the step and saves; a second one stops at once."""
+        end_or_stop(self.owner.interrupted, number, self.owner.say)
+        self.owner.interrupted = True
 
     def _log(self, step: int, **values: float) -> None:
         if self.owner.accelerator.is_main_process:

@@ -46,10 +46,8 @@ def logit_kl(
         shapes = ", ".join(str(tuple(x.shape)) for x in (student_logits, teacher_logits, valid))
         raise ValueError(f"student, teacher, valid must be [B, T, V], [B, T, V], [B, T]; they are {shapes}")
     weight = _weight(valid, num_tokens, student_logits)
-    if chunk_size is None and losses_triton.fits(student_logits, teacher_logits):
-        fused: Tensor = _FusedKL.apply(student_logits, teacher_logits.detach(), weight, temperature)
-        return fused
-    chunk_size = chunk_size or _default_chunk(student_logits)
+    if chunk_size is None and not losses_triton.fits(student_logits, teacher_logits):
+        chunk_size = _default_chunk(student_logits)
     loss: Tensor = _LogitKL.apply(student_logits, teacher_logits.detach(), weight, temperature, chunk_size)
     return loss
 
@@ -132,10 +130,9 @@ def cross_entropy(
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")
     weight = _weight(targets != IGNORED, num_tokens, logits)
-    if chunk_size is None and losses_triton.fits(logits):
-        fused: Tensor = _FusedCrossEntropy.apply(logits, targets, weight)
-        return fused
-    loss: Tensor = _CrossEntropy.apply(logits, targets, weight, chunk_size or _default_chunk(logits))
+    if chunk_size is None and not losses_triton.fits(logits):
+        chunk_size = _default_chunk(logits)
+    loss: Tensor = _CrossEntropy.apply(logits, targets, weight, chunk_size)
     return loss
 
 
@@ -216,9 +213,6 @@ def square_error(student: Tensor, teacher: Tensor, valid: Tensor | None = None) 
     student and teacher [B, T, H, D]; valid [B, T] bool, or None for all; others may hold NaN. The teacher gets no
     gradient. Like KL it holds some tokens in float32 at a time.
     """
-    if losses_triton.fits(student):
-        fused: Tensor = _FusedSquareError.apply(student, teacher.detach(), valid)
-        return fused
     error: Tensor = _SquareError.apply(student, teacher.detach(), valid)
     return error
 
@@ -228,27 +222,18 @@ def square_sum(o: Tensor, valid: Tensor | None) -> Tensor:
     return _widened(o if valid is None else torch.where(valid[..., None, None], o, 0.0)).square().sum()
 
 
-class _FusedSquareError(torch.autograd.Function):
-    """`_SquareError` by the kernels of losses_triton.py."""
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, valid: Tensor | None) -> Tensor:
-        student, teacher = student.contiguous(), teacher.contiguous()
-        valid = None if valid is None else valid.contiguous().view(torch.uint8)
-        ctx.save_for_backward(student, teacher, valid)
-        return losses_triton.error_rows(student, teacher, valid).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        student, teacher, valid = ctx.saved_tensors
-        return losses_triton.error_gradient(student, teacher, valid, 2.0 * grad_output), None, None
-
-
 class _SquareError(torch.autograd.Function):
+    """By the kernel of losses_triton.py where that fits, else some tokens at a time."""
+
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, valid: Tensor | None) -> Tensor:
+        ctx.fused = losses_triton.fits(student)
+        if ctx.fused:
+            student, teacher = student.contiguous(), teacher.contiguous()
+            valid = None if valid is None else valid.contiguous().view(torch.uint8)
         ctx.save_for_backward(student, teacher, valid)
+        if ctx.fused:
+            return losses_triton.error_rows(student, teacher, valid).sum()
         total = student.new_zeros((), dtype=torch.promote_types(student.dtype, torch.float32))
         for part in _token_chunks(student):
             total += _differences(student, teacher, valid, part).square_().sum()
@@ -258,42 +243,33 @@ class _SquareError(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         student, teacher, valid = ctx.saved_tensors
+        if ctx.fused:
+            return losses_triton.error_gradient(student, teacher, valid, 2.0 * grad_output), None, None
         grad = torch.empty_like(student)
         for part in _token_chunks(student):
             grad[:, part] = _differences(student, teacher, valid, part).mul_(2.0 * grad_output)
         return grad, None, None
 
 
-class _FusedKL(torch.autograd.Function):
-    """`_LogitKL` by the kernels of losses_triton.py."""
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, tau: float) -> Tensor:
-        student, teacher, weight = (x.contiguous() for x in (student, teacher, weight))
-        kl, *norms = losses_triton.kl_rows(student, teacher, weight, tau)
-        ctx.save_for_backward(student, teacher, weight, *norms)
-        ctx.tau = tau
-        return tau**2 * (kl * weight).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        student, teacher, weight, lse_s, lse_t = ctx.saved_tensors
-        factor = ctx.tau * grad_output * weight
-        return losses_triton.kl_gradient(student, teacher, factor, lse_s, lse_t, ctx.tau), None, None, None
-
-
 class _LogitKL(torch.autograd.Function):
+    """Some of the vocabulary at a time; with `chunk_size` None by the kernels of losses_triton.py."""
+
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, tau: float, chunk_size: int) -> Tensor:
-        lse_s, lse_t = _logsumexp(student, tau, chunk_size), _logsumexp(teacher, tau, chunk_size)
-        kl = torch.zeros_like(weight)
-        for part in _chunks(student, chunk_size):
-            log_p_s = _log_probs(student[..., part], lse_s, tau)
-            log_p_t = _log_probs(teacher[..., part], lse_t, tau)
-            p_t = log_p_t.exp()
-            # p_T = 0 adds 0, also where the difference is -inf + inf.
-            kl += (p_t * log_p_t.sub_(log_p_s).masked_fill_(p_t == 0, 0.0)).sum(-1)
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, tau: float, chunk_size: int | None
+    ) -> Tensor:
+        if chunk_size is None:
+            student, teacher, weight = (x.contiguous() for x in (student, teacher, weight))
+            kl, lse_s, lse_t = losses_triton.kl_rows(student, teacher, weight, tau)
+        else:
+            lse_s, lse_t = _logsumexp(student, tau, chunk_size), _logsumexp(teacher, tau, chunk_size)
+            kl = torch.zeros_like(weight)
+            for part in _chunks(student, chunk_size):
+                log_p_s = _log_probs(student[..., part], lse_s, tau)
+                log_p_t = _log_probs(teacher[..., part], lse_t, tau)
+                p_t = log_p_t.exp()
+                # p_T = 0 adds 0, also where the difference is -inf + inf.
+                kl += (p_t * log_p_t.sub_(log_p_s).masked_fill_(p_t == 0, 0.0)).sum(-1)
         ctx.save_for_backward(student, teacher, weight, lse_s, lse_t)
         ctx.tau, ctx.chunk_size = tau, chunk_size
         return tau**2 * _weighted_sum(kl, weight)
@@ -302,8 +278,11 @@ class _LogitKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         student, teacher, weight, lse_s, lse_t = ctx.saved_tensors
-        factor = (ctx.tau * grad_output * weight)[..., None]
-        grad = torch.empty_like(student)
+        factor = ctx.tau * grad_output * weight
+        if ctx.chunk_size is None:
+            grad = losses_triton.kl_gradient(student, teacher, factor, lse_s, lse_t, ctx.tau)
+            return grad, None, None, None, None
+        factor, grad = factor[..., None], torch.empty_like(student)
         for part in _chunks(student, ctx.chunk_size):
             difference = _log_probs(student[..., part], lse_s, ctx.tau).exp_()
             difference -= _log_probs(teacher[..., part], lse_t, ctx.tau).exp_()
@@ -349,37 +328,28 @@ class _TopKL(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
-class _FusedCrossEntropy(torch.autograd.Function):
-    """`_CrossEntropy` by the kernels of losses_triton.py."""
+class _CrossEntropy(torch.autograd.Function):
+    """Some of the vocabulary at a time; with `chunk_size` None by the kernels of losses_triton.py."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-        logits, targets, weight = (x.contiguous() for x in (logits, targets, weight))
-        loss, lse = losses_triton.nll_rows(logits, targets, weight)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, chunk_size: int | None) -> Tensor:
+        if chunk_size is None:
+            logits, targets, weight = (x.contiguous() for x in (logits, targets, weight))
+            loss, lse = losses_triton.nll_rows(logits, targets, weight)
+        else:
+            lse = _logsumexp(logits, 1.0, chunk_size)
+            loss = (lse - logits.gather(-1, targets.clamp(min=0)[..., None]))[..., 0]
         ctx.save_for_backward(logits, targets, weight, lse)
-        return (loss * weight).sum()
+        ctx.chunk_size = chunk_size
+        return _weighted_sum(loss, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, weight, lse = ctx.saved_tensors
-        return losses_triton.nll_gradient(logits, targets, grad_output * weight, lse), None, None
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
-        lse = _logsumexp(logits, 1.0, chunk_size)
-        index = targets.clamp(min=0)[..., None]
-        ctx.save_for_backward(logits, index, weight, lse)
-        ctx.chunk_size = chunk_size
-        return _weighted_sum((lse - logits.gather(-1, index))[..., 0], weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        logits, index, weight, lse = ctx.saved_tensors
-        factor = (grad_output * weight)[..., None]
+        if ctx.chunk_size is None:
+            return losses_triton.nll_gradient(logits, targets, grad_output * weight, lse), None, None, None
+        factor, index = (grad_output * weight)[..., None], targets.clamp(min=0)[..., None]
         grad = torch.empty_like(logits)
         for part in _chunks(logits, ctx.chunk_size):
             p = _log_probs(logits[..., part], lse, 1.0).exp_()

@@ -21,7 +21,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -139,16 +139,12 @@ class Run:
             also = (
                 "" if looser or newest is None else f"--resume {quoted(newest)} goes on from there with these values. "
             )
+            if self.final.exists():
+                also += f"To train the finished model on: another name with model.base={self.final} convert=null. "
             raise LinearizeError(
                 f"recipe changed since this run ({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}). "
-                f"{also}{self._further()}{START_OVER}, or restore the recipe"
+                f"{also}{START_OVER}, or restore the recipe"
             )
-
-    def _further(self) -> str:
-        """How to train the model of a finished run on."""
-        if not self.final.exists():
-            return ""
-        return f"To train the finished model on: another name with model.base={self.final} convert=null. "
 
     def _undamaged_record(self) -> contextlib.AbstractContextManager[None]:
         return undamaged(self.record, "Restore it, start over with --resume never, or choose a new output_dir")
@@ -296,7 +292,11 @@ class Run:
         replaced = [self.final] if self.resume != "never" else [self.final, self.converted]
         known = self.plain_files()
         foreign += [path / name for path in replaced for name in foreign_files(path) if name not in known]
-        refuse_foreign(foreign)
+        if foreign:
+            raise LinearizeError(
+                f"{some(list(map(str, foreign)))}: linearize did not write that, and this start would remove it. Move "
+                "it away, or choose a new output_dir"
+            )
         halves = [self.folder / f"{name}.tmp" for name in RECORDS]
         halves += [self.folder / f".{place.name}.linearize.tmp" for place in (self.final, self.converted)]
         return removed + [path for path in (*halves, *self.folder.glob("cache/*.partial")) if path.exists()]
@@ -510,15 +510,6 @@ def recorded(record: dict[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(ValidationError):  # keys that an earlier version did not have get their defaults
         return Recipe.model_validate(values).resolved()
     return values
-
-
-def refuse_foreign(foreign: Sequence[Path]) -> None:
-    """Raise LinearizeError (exit 2) for files that a start would remove, though linearize did not write them."""
-    if foreign:
-        raise LinearizeError(
-            f"{some(list(map(str, foreign)))}: linearize did not write that, and this start would remove it. Move "
-            "it away, or choose a new output_dir"
-        )
 
 
 def heldout_of(run: Path, plan: Plan | None = None) -> tuple[list[str], str]:

@@ -17,7 +17,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, patch_environment
 
 from ..data.packing import TextSource
-from ..errors import Exit, LinearizeError, redact
+from ..errors import IncompatibleError, ResourceError, leaves, redact
 from ..recipe.data import TeacherSource, local_paths
 from ..recipe.recipe import Recipe, Stage, portable, trains_source
 from .deepspeed_zero3 import INSTEAD, read_config
@@ -39,24 +39,17 @@ def check_runtime(recipe: Recipe) -> str:
     """
     track = recipe.track.to
     if track != "none" and track not in [str(kind.value) for kind in get_available_trackers()]:
-        raise LinearizeError(f"track.to {track} needs: pip install {track}", Exit.RESOURCE)
+        raise ResourceError(f"track.to {track} needs: pip install {track}")
     return resolve_precision(recipe.runtime.device, recipe.runtime.precision)
 
 
 def hyperparameters(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as a tracker takes it: one value a key, such as `stages.0.optimizer.lr`; without secrets and
     paths of this machine."""
-    found: dict[str, Any] = {}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, dict | list) and value:
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                add(f"{name}.{key}" if name else str(key), item)
-        else:
-            found[name] = value if isinstance(value, int | float) else redact(str(value))
-
-    add("", portable(recipe.resolved()))
-    return found
+    return {
+        ".".join(map(str, keys)): value if isinstance(value, int | float) else redact(str(value))
+        for keys, value in leaves(portable(recipe.resolved()))
+    }
 
 
 @contextlib.contextmanager
@@ -94,7 +87,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         )
     if accelerator.distributed_type not in SUPPORTED:
         kind = accelerator.distributed_type.value
-        raise LinearizeError(f"{kind} is not supported; launch with plain data parallelism or FSDP2", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{kind} is not supported; launch with plain data parallelism or FSDP2")
     accelerator.state.fsdp_plugin = plugin  # on a CPU accelerate would drop it, and replicate in silence
     return accelerator
 
@@ -106,18 +99,17 @@ def check_divided(recipe: Recipe, *, zero: bool) -> None:
     apart = [stage.name for stage in recipe.stages if stage.chunk_size]
     if zero and small:
         message = f"{small[0].name}: optimizer.memory small does not know DeepSpeed's shards. Set it to full, {INSTEAD}"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     if zero and apart:
         message = f"{apart[0]}: loss.chunk_size does not know DeepSpeed's shards. Set it to null, {INSTEAD}"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     moved = [stage for stage in recipe.stages if trains_source(stage.train)]
     full = [stage.name for stage in moved if stage.optimizer.memory == "full"]
     narrow = [stage.name for stage in moved if stage in small]
     if narrow and full:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{narrow[0]} has optimizer.memory small, {full[0]} has full. Both train weights of the source, and FSDP2 "
-            f"shards them once for all stages. Set stages.{full[0]}.optimizer.memory=small, or the other to full",
-            Exit.INCOMPATIBLE,
+            f"shards them once for all stages. Set stages.{full[0]}.optimizer.memory=small, or the other to full"
         )
 
 

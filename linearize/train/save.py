@@ -30,7 +30,7 @@ from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256,
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
 from ..convert import disagree
-from ..errors import Exit, LinearizeError, reason_of, resource_error
+from ..errors import CheckFailedError, IncompatibleError, LinearizeError, reason_of, resource_error
 from ..measure.positions import TRAINED_LENGTH, trained_length
 from ..plan.plan import Plan, some
 from ..probe.probe import model_class_of
@@ -93,20 +93,18 @@ def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
             check_code_cache()  # which says what to do
         if isinstance(error, LinearizeError) or resource_error(error) is not None:
             raise
-        message = (
+        raise IncompatibleError(
             f"{folder} cannot be loaded ({type(error).__name__}: {reason_of(error)}). Download or convert it again"
-        )
-        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        ) from error
     model, report = loaded
     if report["mismatched_keys"]:
         name, found, expected = min(report["mismatched_keys"])
         raise disagree(folder, f"{name} is {list(found)}, the config asks for {list(expected)}")
     absent = sorted(map(str, report["missing_keys"]))
     if absent:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{folder} lacks weights of {type(model).__name__}: {some(absent)}. Download it again, or choose the model "
-            "with its head",
-            Exit.INCOMPATIBLE,
+            "with its head"
         )
     return model
 
@@ -273,7 +271,11 @@ def write_trained(student: Student, base: Path, folder: Path, changed: set[str])
     headers = {shard: read_header(shard) for shard in find_shards(base, True)[0]}
     precise = fp32_names(student.model)
     for header in headers.values():  # an earlier version wrote these in the model's dtype
-        header |= {name: Entry("F32", header[name].shape) for name in header.keys() & precise if is_half(header[name])}
+        header |= {
+            name: Entry("F32", header[name].shape)
+            for name in header.keys() & precise
+            if header[name].dtype in ("F16", "BF16")
+        }
     known = {name for header in headers.values() for name in header}
     values = stored_names(student.model, changed, known, folder)
     values |= {name: p.detach() for name, p in student.named_parameters() if ".mixer." in name}
@@ -371,7 +373,7 @@ def verify_final(folder: Path, plan: Plan, student: Student, trained: Tensor | N
         change, name, limit = drift(reloaded, rounded, words)
         if not change <= limit:
             what = f"verification failed: reloading changed logits by {name} {change:.1e} (limit {limit:.0e})"
-            raise LinearizeError(what, Exit.CHECK_FAILED)
+            raise CheckFailedError(what)
         equal = "; logits equal the trained model's" + (f" up to rounding ({name} {change:.1e})" if change else "")
     else:
         difference = compare(reloaded, rounded, "reloading changed logits by", RELOADED)
@@ -404,8 +406,3 @@ def fp32_names(model: Any) -> set[str]:
     """Names of the parameters that stay in float32 by the model's own code; code of before 2026-11-28 has none."""
     own: dict[str, Any] = {path: getattr(mixer, "fp32_names", list)() for path, mixer in mixers_of(model).items()}
     return {f"{path}.mixer.{name}" for path, names in own.items() for name in names}
-
-
-def is_half(entry: Entry) -> bool:
-    """Whether a tensor lies in a file in a narrower dtype than float32."""
-    return TORCH_DTYPES[entry.dtype] in (torch.float16, torch.bfloat16)

@@ -36,7 +36,7 @@ from ..data.batches import (
 from ..data.documents import TextSource
 from ..data.logits import WithLogits, without_logits
 from ..data.packing import BlockOrder, Blocks, MixedBlocks
-from ..errors import Exit, LinearizeError, quoted, resource_error
+from ..errors import CheckFailedError, IncompatibleError, LinearizeError, quoted, resource_error
 from ..measure.evaluate import (
     Score,
     batches,
@@ -120,16 +120,15 @@ class Finetuner:
         for stage in self.recipe.stages:
             if self.sharded and isinstance(stage, OnPolicyKL):
                 message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
-                raise LinearizeError(message, Exit.INCOMPATIBLE)
+                raise IncompatibleError(message)
             if self.sharded and own_texts(self.recipe.data_for(stage)):
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
-                raise LinearizeError(f"{message}, then give data.train the files in its cache", Exit.INCOMPATIBLE)
+                raise IncompatibleError(f"{message}, then give data.train the files in its cache")
             reason = unrecordable(self.recipe, stage, self.device, self.accelerator.num_processes, kind_of(self.model))
             if reason and self.recipe.runtime.graphs is True:
-                message = (
+                raise IncompatibleError(
                     f"{stage.name}: runtime.graphs is true, and {reason}. Set it to auto, which leaves such steps plain"
                 )
-                raise LinearizeError(message, Exit.INCOMPATIBLE)
         for note in stage_notes(
             self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
         ):
@@ -337,7 +336,8 @@ class Finetuner:
         if blocks.seq_len > CALIBRATION_TOKENS:
             batch = {name: value[:, :CALIBRATION_TOKENS] for name, value in batch.items()}
         with self.accelerator.autocast():
-            listener = Fit if any(learns_from_teacher(stage) for stage in self.recipe.stages) else Calibration
+            learns = any(isinstance(stage, AttentionTransfer) or stage.asks_teacher for stage in self.recipe.stages)
+            listener = Fit if learns else Calibration
             listen(self.student, listener(self.student, untrained), batch)
         for name, parameter in self.student.named_parameters():
             if ".mixer." in name:
@@ -536,10 +536,9 @@ class Finetuner:
         kept = self.run.last_good(number, step)
         stage = self.recipe.stages[number]
         then = f"continue with --resume {quoted(kept)}" if kept else "start again with --resume never"
-        return LinearizeError(
+        return CheckFailedError(
             f"{what} at step {step} of {stage.name}; last good checkpoint: {kept or 'none was written'}. Lower "
-            f"stages[{number}].optimizer.lr (now {stage.optimizer.lr:g}) or set runtime.precision: fp32, and {then}",
-            Exit.CHECK_FAILED,
+            f"stages[{number}].optimizer.lr (now {stage.optimizer.lr:g}) or set runtime.precision: fp32, and {then}"
         )
 
 
@@ -577,24 +576,22 @@ def check_drop_path(model: Any, stage: SFT) -> None:
     """Refuse (exit 3) stochastic depth of a model that has its own, or no layers that it is for."""
     own = getattr(model.config, "drop_path_rate", None)
     if own is not None:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{stage.name}: {type(model).__name__} has stochastic depth of its own; the drop_path_rate in its config "
-            f"is {own}. Set drop_path to 0",
-            Exit.INCOMPATIBLE,
+            f"is {own}. Set drop_path to 0"
         )
     if not layers_of(model):
         message = f"{stage.name}: {type(model).__name__} has no layers that drop_path could leave out. Set it to 0"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
 
 
 def check_model(model: Any, recipe: Recipe) -> None:
     """Refuse (exit 3) what the model cannot do, and data that it cannot learn from; `model` may be without weights."""
     if isinstance(recipe.model.base, Scratch) and (norm := next(batch_norms(model), None)) is not None:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{norm[0]} of {type(model).__name__} is a batch norm. Training keeps the statistics that it comes with, "
             "and those of random weights say nothing. Give a trained model as model.base, or the config of an "
-            "architecture without batch norms",
-            Exit.INCOMPATIBLE,
+            "architecture without batch norms"
         )
     most, seen = most_tokens(model), tried(model)
     for number, stage in enumerate(recipe.stages):
@@ -602,10 +599,10 @@ def check_model(model: Any, recipe: Recipe) -> None:
             check_targets(model, stage.lora.target_modules)
         elif not Student(model).names_of(stage.train):
             message = f"{stage.name}: train {', '.join(stage.train)} names no parameter, for the mixers have none"
-            raise LinearizeError(f"{message}. Leave the stage out, or train all", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{message}. Leave the stage out, or train all")
         if isinstance(stage, FeatureCosine) == has_head(model) and not isinstance(stage, AttentionTransfer):
             what, other = ("has a head", "logit_kl or sft") if has_head(model) else ("has no head", "feature_cosine")
-            raise LinearizeError(f"{stage.name}: {type(model).__name__} {what}; use {other}", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{stage.name}: {type(model).__name__} {what}; use {other}")
         if isinstance(stage, SFT) and stage.drop_path:
             check_drop_path(model, stage)
         if isinstance(stage, OnPolicyKL):
@@ -614,32 +611,27 @@ def check_model(model: Any, recipe: Recipe) -> None:
             if isinstance(seen, LinearizeError):
                 raise seen
             check_prediction(stage, *seen, type(model).__name__)
-        for split in ("train", "eval"):
-            source = getattr(recipe.data_for(stage), split)
-            if source is not None:
-                own = f"stages[{number}]." * (getattr(stage.data, split) is not None)
-                check_source(source, model, recipe.folder, f"{own}data.{split}")
+        for name, source in recipe.sources_of(stage).items():
+            check_source(source, model, recipe.folder, name)
         for source in own_texts(recipe.data_for(stage)):
             check_width(model, 1, source.teacher.length)
         length = recipe.data_for(stage).pack.seq_len
         if most is not None and length > most:
             own = f"stages[{number}]." * (stage.data.pack.seq_len is not None)
             message = f"{own}data.pack.seq_len is {length}, and {type(model).__name__} takes at most {most} tokens"
-            raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{message}. Set it to {most}, or less")
     apart = next((s.name for s in recipe.stages if s.chunk_size), None)
     if apart is not None and (reason := obstacle(model)):
-        raise LinearizeError(f"{apart}: {reason}; set loss.chunk_size: null", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{apart}: {reason}; set loss.chunk_size: null")
     small = next((stage.name for stage in recipe.stages if stage.optimizer.memory == "small"), None)
     if small is not None and model.dtype == torch.float16:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{small}: optimizer.memory small trains weights in their own dtype, and float16 loses small updates. Set "
-            "model.dtype: bfloat16, or optimizer.memory: full",
-            Exit.INCOMPATIBLE,
+            "model.dtype: bfloat16, or optimizer.memory: full"
         )
     if recipe.runtime.gradient_checkpointing is True and not model.supports_gradient_checkpointing:
-        raise LinearizeError(
-            f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false",
-            Exit.INCOMPATIBLE,
+        raise IncompatibleError(
+            f"{type(model).__name__} has no gradient checkpointing; set runtime.gradient_checkpointing: false"
         )
 
 
@@ -664,13 +656,7 @@ def tried(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | Lineariz
 def check_writing(model: Any, stage: OnPolicyKL, seq_len: int) -> None:
     """Refuse on_policy_kl for a model that writes no text (exit 3), and prompts that leave no room (exit 2)."""
     if kind_of(model) != "text":
-        message = f"{stage.name}: {type(model).__name__} writes no text to learn from; use logit_kl"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{stage.name}: {type(model).__name__} writes no text to learn from; use logit_kl")
     if stage.loss.prompt >= seq_len:
         message = f"{stage.name}: loss.prompt is {stage.loss.prompt}, data.pack.seq_len {seq_len}"
         raise LinearizeError(f"{message}. Leave room for what the student writes, for example {max(1, seq_len // 2)}")
-
-
-def learns_from_teacher(stage: Stage) -> bool:
-    """Whether a stage compares with what its teacher computes; sft, and cross entropy alone, do not."""
-    return isinstance(stage, AttentionTransfer) or stage.asks_teacher

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import Batch, forward, is_dense, is_numbers, real_tokens, run
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError
 from ..measure.continuation import continued
 from ..recipe.recipe import SFT, AttentionTransfer, LogitKL, OnPolicyKL, Stage
 from .chunked_head import chunked_loss
@@ -173,10 +173,10 @@ def check_prediction(stage: Stage, found: Tensor, batch: Batch, name: str) -> No
     if stage.learns_labels:
         due = "loss.ce: 0" if isinstance(stage, LogitKL) else "logit_kl, which learns the teacher's"
         message = f"{stage.name}: {name} predicts {what}, and finetune has labels of whole images alone. Use {due}"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
     if is_numbers(found) and stage.temperature != 1:
         message = f"{stage.name}: loss.temperature is of distributions, and {name} predicts numbers. Leave it out"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
+        raise IncompatibleError(message)
 
 
 def end_to_end_loss(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import IncompatibleError, did_you_mean
 from ..recipe.recipe import Stage
 from .fsdp import is_divided, like, optimizer_parameter, reshard, whole
 
@@ -299,10 +299,9 @@ def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
     linear = set(linear_layers(model))
     for target in targets:
         if target not in linear:
-            raise LinearizeError(
+            raise IncompatibleError(
                 f"lora.target_modules {target!r} is no linear layer of {type(model).__name__}."
-                f"{did_you_mean(target, linear)} It has {', '.join(sorted(linear))}",
-                Exit.INCOMPATIBLE,
+                f"{did_you_mean(target, linear)} It has {', '.join(sorted(linear))}"
             )
 
 

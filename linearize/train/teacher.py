@@ -24,7 +24,7 @@ from ..convert import load_config
 from ..data.batches import kind_of, source_hash, token_limit
 from ..data.logits import Facts, StoredLogits
 from ..demo import named_base
-from ..errors import Exit, LinearizeError
+from ..errors import IncompatibleError, LinearizeError
 from ..hub.download import download
 from ..measure.generate import load_any, load_tokenizer
 from ..probe.trace import quiet
@@ -139,8 +139,7 @@ def meta_teacher(named: Named, device: str = "meta") -> Any:
             with quiet(), torch.device(device):
                 model = loader.from_config(config, dtype=kept, trust_remote_code=trust)
         except ValueError as error:  # of a model that no Auto class of text makes
-            message = f"teacher: {named.name} is a {config.model_type}, which writes no text"
-            raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+            raise IncompatibleError(f"teacher: {named.name} is a {config.model_type}, which writes no text") from error
     return model.eval().requires_grad_(False)
 
 
@@ -174,7 +173,7 @@ def check_teacher(named: Named | None, recipe: Recipe, model: Any, max_steps: in
     check_differs(named, recipe)
     if kind_of(model) != "text":
         message = f"teacher: {type(model).__name__} writes no text, and only models of text take another teacher"
-        raise LinearizeError(f"{message}. Leave it out", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"{message}. Leave it out")
     tokenizer = base_tokenizer(recipe)
     rows = vocabulary_of(model)
     if named.stored is None:
@@ -186,9 +185,8 @@ def check_teacher(named: Named | None, recipe: Recipe, model: Any, max_steps: in
         return
     check_written_by(named)
     if named.stored.vocabulary > rows:
-        raise LinearizeError(
-            f"{named.stored.folder} has logits of {named.stored.vocabulary} tokens, {type(model).__name__} of {rows}",
-            Exit.INCOMPATIBLE,
+        raise IncompatibleError(
+            f"{named.stored.folder} has logits of {named.stored.vocabulary} tokens, {type(model).__name__} of {rows}"
         )
     for facts, stage in needed(recipe, tokenizer, processes):
         found = named.stored.find(facts, stage.name)
@@ -225,16 +223,15 @@ def check_teacher_model(named: Named, teacher: Any, recipe: Recipe) -> None:
     """Refuse (exit 3) a teacher that writes no text, takes too few tokens, or does not do what a stage asks for."""
     kind = type(teacher).__name__
     if kind_of(teacher) != "text" or teacher.config.is_encoder_decoder:
-        raise LinearizeError(f"teacher: {named.name} is a {kind}, which writes no text", Exit.INCOMPATIBLE)
+        raise IncompatibleError(f"teacher: {named.name} is a {kind}, which writes no text")
     most = most_tokens(teacher)
     for stage in recipe.stages:
         length = recipe.data_for(stage).pack.seq_len
         if most is not None and length > most:
             message = f"{stage.name}: data.pack.seq_len is {length}, and the teacher {named.name} takes {most} tokens"
-            raise LinearizeError(f"{message}. Set it to {most}, or less", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{message}. Set it to {most}, or less")
         if stage.chunk_size and stage.learns_logits and (reason := obstacle(teacher)):
-            message = f"{stage.name}: {reason} (the teacher); set loss.chunk_size: null"
-            raise LinearizeError(message, Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{stage.name}: {reason} (the teacher); set loss.chunk_size: null")
 
 
 def check_tokenizers(named: Named, ours: Any) -> None:
@@ -248,10 +245,9 @@ def check_tokenizers(named: Named, ours: Any) -> None:
     first = min((place for place in mine.keys() | other.keys() if mine.get(place) != other.get(place)), default=None)
     if first is not None:
         names = [f"{vocabulary[first]!r}" if first in vocabulary else "absent" for vocabulary in (mine, other)]
-        raise LinearizeError(
+        raise IncompatibleError(
             f"teacher: {named.name} has another tokenizer: token {first} is {names[0]} in the base's, {names[1]} in "
-            "the teacher's. Take a teacher of the same family, with the same tokenizer",
-            Exit.INCOMPATIBLE,
+            "the teacher's. Take a teacher of the same family, with the same tokenizer"
         )
 
 
@@ -301,10 +297,9 @@ def common_vocabulary(ours: int, theirs: int, tokenizer: Any, name: str) -> int:
     tokenizer has more."""
     common = min(ours, theirs)
     if tokenizer.vocab_size > common:
-        raise LinearizeError(
+        raise IncompatibleError(
             f"teacher: the tokenizer has {tokenizer.vocab_size} tokens, but the base or {name} has logits for only "
-            f"{common} of them. Choose a teacher with logits for all",
-            Exit.INCOMPATIBLE,
+            f"{common} of them. Choose a teacher with logits for all"
         )
     return common
 

@@ -25,10 +25,11 @@ from ..checkpoint.source import (
     open_source,
     read_header,
     read_json,
+    tensor_places,
     weight_map,
 )
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
-from ..errors import MALFORMED, Exit, LinearizeError, quoted
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, quoted
 from ..plan.plan import Plan, some
 from ..terminal.output import counted
 from ..terminal.progress import Advance, progress
@@ -112,19 +113,18 @@ def read_config_plan(folder: Path) -> Plan:
     except FileNotFoundError as error:
         raise no_model(folder) from error
     except (OSError, *MALFORMED) as error:
-        raise LinearizeError(f"{folder} is no model folder: {path.name}: {error}", Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(f"{folder} is no model folder: {path.name}: {error}") from error
     if not linear:
         kind = ", ".join(map(str, config.get("architectures") or [])) or "a model"
-        raise LinearizeError(
+        raise IncompatibleError(
             f"{folder} is {kind} ({config.get('model_type')}) as transformers has it, with no layer that linearize "
-            f"converted: nothing to verify. Convert it first: linearize convert {quoted(folder)} --to gsa",
-            Exit.INCOMPATIBLE,
+            f"converted: nothing to verify. Convert it first: linearize convert {quoted(folder)} --to gsa"
         )
     try:
         return plan_of(config)
     except MALFORMED as error:
         message = f"{path}: its plan is damaged ({type(error).__name__}: {error}). Convert or download the model again"
-        raise LinearizeError(message, Exit.INCOMPATIBLE) from error
+        raise IncompatibleError(message) from error
 
 
 # ---------------------------------------------------------------- what is on disk
@@ -189,7 +189,7 @@ def check_hashes(folder: Path, recorded: dict[str, Any] | None = None) -> tuple[
     hashes = file_hashes(folder, [folder / name for name in shards]).values()
     wrong = [name for name, value in zip(shards, hashes, strict=True) if value != shards[name]]
     if tensors:
-        places = {name: (p, entry) for p in folder.glob("*.safetensors") for name, entry in read_header(p).items()}
+        places = tensor_places(folder.glob("*.safetensors"))
         held = tensors.keys() & places.keys()
 
         def hashed(name: str, advance: Advance) -> str:

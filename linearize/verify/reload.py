@@ -27,9 +27,9 @@ from transformers.utils import HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAM
 
 from ..checkpoint.fp8 import cut_blocks
 from ..checkpoint.shards import index_fault, read_tensor
-from ..checkpoint.source import DTYPES, Entry, Source, read_header, weight_map
+from ..checkpoint.source import DTYPES, Entry, Source, read_header, tensor_places, weight_map
 from ..checkpoint.write import INDEX, MIXER_SHARD
-from ..errors import SECRET_VARIABLES, Exit, LinearizeError, lacking, reason_of
+from ..errors import SECRET_VARIABLES, CheckFailedError, LinearizeError, ResourceError, lacking, reason_of
 from ..plan.plan import Plan, some
 from ..terminal.progress import Advance, progress, silent
 from .tolerances import RELOADED
@@ -290,12 +290,10 @@ def _mixers(folder: Path) -> dict[str, tuple[Path, Entry]]:
     (checkpoint/adopt.py), among the others."""
     own = folder / MIXER_SHARD
     if own.exists():
-        return {name: (own, entry) for name, entry in read_header(own).items()}
+        return tensor_places([own])
     layers = json.loads((folder / "config.json").read_text("utf-8"))["linearize"]["layers"]
     places = tuple(f"{layer['site']['path']}.mixer." for layer in layers)
-    found = {
-        name: (shard, entry) for shard in folder.glob("*.safetensors") for name, entry in read_header(shard).items()
-    }
+    found = tensor_places(folder.glob("*.safetensors"))
     return {name: value for name, value in found.items() if name.startswith(places)}
 
 
@@ -334,11 +332,10 @@ def scratch_folder() -> Iterator[Path]:
 def _no_room(why: str) -> LinearizeError:
     """The error for temporary files of a check that cannot be written. The model that was checked may be right."""
     place = tempfile.tempdir or "any folder for temporary files"
-    return LinearizeError(
+    return ResourceError(
         f"the result could not be checked: cannot write temporary files to {place} ({why}). Make room there or set "
         "TMPDIR to another folder, and run the same command again. To save without this check: --verify none (in a "
-        "recipe finish.verify: false)",
-        Exit.RESOURCE,
+        "recipe finish.verify: false)"
     )
 
 
@@ -424,7 +421,7 @@ def result_of(child: subprocess.Popen[str], advance: Advance = silent) -> Any:
                 "the result could not be checked: the process that loads it ran out of memory. Close other programs"
             )
             message += ", or save without this check: --verify none (in a recipe finish.verify: false)"
-            raise LinearizeError(message, Exit.RESOURCE)
+            raise ResourceError(message)
         what = "loads it and then fails" if "loaded" in lines else "cannot load it"
         ended = f" (ended by signal {-child.returncode})" if child.returncode < 0 else RESTORE
         _fail(f"a clean process {what}: {cause(errors)}{ended}")
@@ -441,4 +438,4 @@ def cause(errors: str) -> str:
 
 
 def _fail(reason: str) -> None:
-    raise LinearizeError(f"verification failed: {reason}", Exit.CHECK_FAILED)
+    raise CheckFailedError(f"verification failed: {reason}")

@@ -99,15 +99,13 @@ def test_the_proof_goes_beyond_the_window(tmp_path: Path, window: int, proved: s
     plan = plan_conversion(str(source), "gla", layers="0", options={"window": window, "sink": 1})
     message = convert(*plan, tmp_path / "linear", level="full", say=lambda text: None)
     assert holds(message, f"{proved}")
-    assert ("the window of 901 held all of a row" in message) == (window == 900)
+    assert holds(message, "window of 901") == (window == 900)
 
 
 def test_a_proof_by_keys_says_what_it_leaves_out(tmp_path: Path) -> None:
     plan = plan_conversion(str(save_source(tmp_path / "source")), "gla")
     message = convert(*plan, tmp_path / "linear", level="keys", say=lambda text: None)
-    assert message.endswith(
-        "; names and shapes alone: logits and decoding are compared by verify, and where finetune ends"
-    )
+    assert holds(message, "names and shapes", "verify", "finetune")
 
 
 @pytest.mark.slow

@@ -291,7 +291,7 @@ def test_convert_chooses_what_matters_and_says_why(
     assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
     for message in (f"scored by {method}", "repeats this without scoring", "layer 2 keeps softmax"):
         assert message in err
-    assert "the loss is KL from the source, as a share of that with no layer kept" in err
+    assert holds(err, "KL", "share")
     if method == "restore":
         assert json.loads(json.dumps(read_plan(tmp_path / "hybrid").to_json())) == plan
 
@@ -310,7 +310,7 @@ def test_the_plan_says_what_a_window_of_kept_softmax_costs(
         code, out, err = linearize(*command, "--json")
         assert code == 0, err
         found[longest] = json.loads(out)["plan"]["choice"]["window"]
-        assert ("cost of the window in the kept layers" in " ".join(err.split())) == (longest > 300)
+        assert holds(err, "window in the kept layers") == (longest > 300)
     assert found.pop(300) == {}
     (measured,) = found.values()
     for kind in ("text", "recall"):
@@ -366,7 +366,7 @@ def test_the_choice_is_the_same_each_time(place: Path, capsys: pytest.CaptureFix
     assert first.choice.scores.keys() == {"0", "1", "2", "3"}
     # Blocks that short have no room for recall, and the plan says so.
     assert (first.choice.recalls, first.choice.kl["linear"].keys()) == (0, {"text"})
-    assert first.choice.lacking == "a text that asks for a repetition does not fit into 64 tokens"
+    assert holds(first.choice.lacking, "repetition", "64 tokens")
     choice_table(first.choice, "--keep-softmax")
     printed = capsys.readouterr().err
     for name, score in first.choice.scores.items():
@@ -401,7 +401,7 @@ def test_a_recipe_chooses_on_its_own_text_and_once(place: Path) -> None:
     recipe._folder = place
     messages: list[str] = []
     dry_run(recipe, messages.append)
-    assert messages[-1] == "softmax stays in 1 of 4 layers (auto:1); the run measures which"
+    assert holds(messages[-1], "softmax", "1 of 4 layers", "auto:1", "measures")
     finetune(recipe, say=messages.append)
     plan = read_plan(place / "run" / "final")
     assert [site.layer for site in plan.kept] == [MATTERS]
@@ -530,7 +530,7 @@ def test_a_recipe_chooses_layers_then_heads_and_trains_the_rest(heads_place: Pat
     recipe._folder = heads_place
     messages: list[str] = []
     dry_run(recipe, messages.append)
-    assert messages[-1] == "softmax stays in 1 key head of linear layers (auto:20%); the run measures which"
+    assert holds(messages[-1], "softmax", "1 key head", "auto:20%", "measures")
     finetune(recipe, say=messages.append)
     plan = read_plan(heads_place / "run" / "final")
     assert [site.layer for site in plan.kept] == [HEAD[0]]

@@ -250,7 +250,7 @@ def test_a_dry_run_prints_what_would_be_uploaded(linearize: Command, hub: Hub, f
     assert (upload["repo"], upload["private"], upload["pr"], upload["message"]) == (REPO, True, True, "mine")
     total = f"{sum(upload['files'].values()) + card:,}"
     assert f"to {REPO}: mine" in err
-    assert err.splitlines()[-1] == "dry run: nothing was uploaded; leave out --dry-run to upload"
+    assert holds(err.splitlines()[-1], "nothing", "--dry-run")
     assert ["sum", total] in [line.split() for line in err.splitlines()]
     for message in (*listed, f'name = "{REPO}"', "for linearize did not write them: notes.txt", "names no license"):
         assert message in err
@@ -262,8 +262,7 @@ def test_what_a_card_lacks_can_be_pasted(folder: Path) -> None:
     path = folder / "README.md"
     first, *others = check_card(path)
     begin, *lines = first.splitlines()
-    assert begin.startswith("the card names no license (the source's card names none) and no base_model (the source")
-    assert begin.endswith("). Add to README.md, below the first ---:")
+    assert holds(begin, "no license", "no base_model", "README.md", "---")
     path.write_text("\n".join(["---", *lines, path.read_text("utf-8").removeprefix("---\n")]), "utf-8")
     assert (check_card(path), others) == ([], [])
     assert {"license": "other", "library_name": "transformers"}.items() <= (metadata_load(path) or {}).items()

@@ -150,7 +150,7 @@ def test_sizes_that_do_not_fit_are_told() -> None:
 def sequences_apart(cu: list[int], state: Any, **rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """The reference for sequences laid end to end."""
     from linearize_kernels.gdn.gdn import naive_gdn
-    from linearize_kernels.layers.scan import each_sequence
+    from linearize_kernels.layers.pool import each_sequence
 
     return each_sequence(naive_gdn, torch.tensor(cu), state, **rows)
 

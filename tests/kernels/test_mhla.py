@@ -398,7 +398,7 @@ def test_options_without_effect_change_nothing(site: dict[str, Any], flat: bool,
         grid = Grid(size) if "grid" in site else None
         return m.block_logits.shape, call(m, 36, causal=causal, grid=grid)
 
-    assert set(mixer(**site).idle(mixer(**site).site, flat)) == idle
+    assert set(mixer(**site).unused_options(mixer(**site).site, flat)) == idle
     shape, plain = result()
     if flat:
         changed.pop("frames")  # adds weights that no token meets, and moves the start of the others

@@ -142,7 +142,7 @@ def test_three_parts_are_the_whole(case: str) -> None:
         layout = TokenLayout(cu_seqlens=torch.tensor(cu, dtype=torch.int32))
         inputs, beside = mixer.prepare(*rows, layout._replace(plain=True))
         outputs, _ = mixer.core(inputs, layout, stacked(states))
-        room = mixer.room(inputs, rows[2])
+        room = mixer.empty_outputs(inputs, rows[2])
         assert [(x.shape, x.dtype) for x in outputs] == [(x.shape, x.dtype) for x in room]
         close(mixer.complete(outputs, beside, layout._replace(plain=True)), expected, 1e-4)
 

@@ -52,7 +52,7 @@ def main() -> int:
             q, k, v = (torch.empty(1, TOTAL, H, HEADS.D, dtype=torch.bfloat16) for H in heads)
             x = torch.empty(1, TOTAL, site.hidden, dtype=torch.bfloat16)
             inputs, _ = mixer.prepare(q, k, v, x, TokenLayout(plain=True))
-            outputs = mixer.room(inputs, v)
+            outputs = mixer.empty_outputs(inputs, v)
             with launches.Recorded() as known:
                 rehearse(mixer, TokenLayout, layout, inputs, outputs)
             pool = Pool.of(layout, torch.empty(99, layout.bytes, dtype=torch.uint8))

@@ -70,7 +70,7 @@ def test_ragged_batches_equal_single_sequences(
         given = [torch.cat(pieces)[None] for pieces in zip(*parts, strict=True)]
         told = TokenLayout(rotation=turned(places), plain=True)
         inputs, beside = mixer.prepare(*given, told)
-        outputs = [y.fill_(torch.nan) for y in mixer.room(inputs, given[2])]
+        outputs = [y.fill_(torch.nan) for y in mixer.empty_outputs(inputs, given[2])]
         run(mixer, TokenLayout, pool, described(rows, chosen, own, done), inputs, outputs)
         o = mixer.complete(tuple(outputs), beside, told)[0]
         for i, part in zip(chosen, o.split(own), strict=True):
@@ -105,7 +105,8 @@ def test_a_rehearsal_runs_batches_of_every_form(monkeypatch: pytest.MonkeyPatch)
         return plain(inputs, layout, state)
 
     monkeypatch.setattr(mixer, "core", noted)
-    rehearse(mixer, TokenLayout, StateLayout(example_state(mixer, torch.float64)), inputs, mixer.room(inputs, given[2]))
+    layout = StateLayout(example_state(mixer, torch.float64))
+    rehearse(mixer, TokenLayout, layout, inputs, mixer.empty_outputs(inputs, given[2]))
     assert {(1, 0, False), (3, 0, False), (0, 1, True), (0, 1, False), (0, 2, True), (0, 2, False)} <= {*seen}
 
 

@@ -20,6 +20,8 @@ def shape(B: int, T: int, H: int = 16, **others: Any) -> Shape:
 
 
 class GDN(Case):
+    function = staticmethod(gdn)
+    memory = DeltaState
     shapes = (shape(8, 2048), *(shape(1, *size) for size in LONG))
     errors = tuple(shape(2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32"))
     steps = (shape(64, 1), shape(1, 1))
@@ -31,9 +33,6 @@ class GDN(Case):
         g, beta = (torch.randn(shape.B, shape.T, shape.Hkv, device=device) for _ in range(2))
         g, beta = logsigmoid(g + 4.0), beta.sigmoid()
         return [normalize(q, dim=-1), normalize(k, dim=-1), v, *(x.to(getattr(torch, shape.gates)) for x in (g, beta))]
-
-    def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return gdn(*inputs, backend=backend)[0]
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         """With triton 3.4 to 3.7.0 on Hopper it refuses to go backward, since gradients would be wrong (its issue
@@ -54,9 +53,3 @@ class GDN(Case):
         if refused:
             runs[f"{name}, its check taken out"] = partial(run, False)
         return runs
-
-    def state(self, shape: Shape, device: str) -> DeltaState:
-        return DeltaState(torch.randn(shape.B, shape.Hkv, shape.D, shape.D, device=device))
-
-    def step(self, inputs: list[Tensor], state: DeltaState, backend: Any) -> Any:
-        return gdn(*inputs, state=state, backend=backend)

@@ -18,6 +18,8 @@ def shape(B: int, T: int, H: int = 16, **others: Any) -> Shape:
 
 
 class GLA(Case):
+    function = staticmethod(gla)
+    memory = GLAState
     shapes = (shape(8, 2048), shape(8, 2048, gates="bfloat16"), *(shape(1, *size) for size in LONG))
     errors = (
         shape(2, 1024),
@@ -34,16 +36,7 @@ class GLA(Case):
         g = logsigmoid(torch.randn(shape.B, shape.T, shape.Hkv, shape.D, device=device)) / 16.0
         return [*qkv, g.to(getattr(torch, shape.gates))]
 
-    def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return gla(*inputs, backend=backend)[0]
-
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         from fla.ops.gla import chunk_gla
 
         return {"fla chunk_gla": lambda: chunk_gla(*inputs)[0]}
-
-    def state(self, shape: Shape, device: str) -> GLAState:
-        return GLAState(torch.randn(shape.B, shape.Hkv, shape.D, shape.D, device=device))
-
-    def step(self, inputs: list[Tensor], state: GLAState, backend: Any) -> Any:
-        return gla(*inputs, state=state, backend=backend)

@@ -22,6 +22,7 @@ PRESET = Shape(4, 2048, 32, 8, 128, 128, memories=32)
 
 
 class GSA(Case):
+    function = staticmethod(gsa)
     shapes = (
         PRESET,
         PRESET._replace(B=1, T=16384),
@@ -50,9 +51,6 @@ class GSA(Case):
         g = logsigmoid(torch.randn(size, device=device) + bias) / 8.0
         return [*qkv, g.to(getattr(torch, shape.gates))]
 
-    def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return gsa(*inputs, backend=backend)[0]
-
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         from fla.ops.gsa import chunk_gsa
 
@@ -69,6 +67,3 @@ class GSA(Case):
         size = shape.B, shape.memories or shape.Hkv, shape.M, shape.D
         keys, values = (torch.randn(size, device=device) for _ in range(2))
         return GSAState(keys, values, torch.zeros(shape.B, device=device).long())
-
-    def step(self, inputs: list[Tensor], state: GSAState, backend: Any) -> Any:
-        return gsa(*inputs, state=state, backend=backend)

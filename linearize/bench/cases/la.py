@@ -21,6 +21,7 @@ BOTH = ((32, 4096, 6, 64), (16, 6400, 3, 64), (1, 31500, 12, 128))
 
 
 class LA(Case):
+    function = staticmethod(la)
     shapes = (
         shape("bfloat16"),
         shape("float32"),
@@ -60,6 +61,3 @@ class LA(Case):
         sizes = ((shape.D, shape.D), (shape.D,), (shape.D,))
         products, keys, values = (torch.rand(shape.B, shape.Hkv, *size, device=device) for size in sizes)
         return LAState(products, keys, values, torch.full((shape.B,), 100, device=device))
-
-    def step(self, inputs: list[Tensor], state: LAState, backend: Any) -> Any:
-        return la(*inputs, state=state, backend=backend)

@@ -20,6 +20,8 @@ def shape(B: int, T: int, H: int = 32, **others: Any) -> Shape:
 
 
 class Mamba2(Case):
+    function = staticmethod(mamba2)
+    memory = GLAState
     shapes = (shape(8, 2048), *(shape(1, *size) for size in LONG))
     errors = tuple(shape(2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32"))
     steps = (shape(64, 1), shape(1, 1))
@@ -32,9 +34,6 @@ class Mamba2(Case):
         skip, kind = torch.ones(shape.H, device=device), getattr(torch, shape.gates)
         return [q, k * shape.D**-0.5, v, (-step).to(kind), step.to(kind), skip]
 
-    def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return mamba2(*inputs, backend=backend)[0]
-
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         """Its simple GLA is the same recurrence; dt goes into k."""
         from fla.ops.simple_gla import chunk_simple_gla
@@ -45,9 +44,3 @@ class Mamba2(Case):
             return chunk_simple_gla(q, (k * step[..., None]).to(k.dtype), v, g=g, scale=1.0)[0]
 
         return {"fla chunk_simple_gla": partial(run)}
-
-    def state(self, shape: Shape, device: str) -> GLAState:
-        return GLAState(torch.randn(shape.B, shape.H, shape.D, shape.D, device=device))
-
-    def step(self, inputs: list[Tensor], state: GLAState, backend: Any) -> Any:
-        return mamba2(*inputs, state=state, backend=backend)

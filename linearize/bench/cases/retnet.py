@@ -25,6 +25,7 @@ def log_decay(heads: int, device: torch.device) -> Tensor:
 
 
 class Retention(Case):
+    memory = RetNetState
     shapes = (shape(8, 2048), *(shape(1, *size) for size in LONG))
     errors = tuple(shape(2, 1024, dtype=dtype) for dtype in ("bfloat16", "float16", "float32"))
     steps = (shape(64, 1), shape(1, 1))
@@ -50,9 +51,6 @@ class Retention(Case):
         from fla.ops.retention import chunk_retention
 
         return {"fla chunk_retention": lambda: chunk_retention(*inputs)[0]}
-
-    def state(self, shape: Shape, device: str) -> RetNetState:
-        return RetNetState(torch.randn(shape.B, shape.Hkv, shape.D, shape.D, device=device))
 
     def step(self, inputs: list[Tensor], state: RetNetState, backend: Any) -> Any:
         decay = log_decay(state.memory.shape[1], inputs[0].device)

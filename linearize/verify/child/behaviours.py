@@ -12,6 +12,7 @@ has failed, or is skipped where softmax raises the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import math
@@ -120,18 +121,10 @@ def padding(model: Any, ids: Tensor, left: bool, places: bool = True) -> float:
     return worst
 
 
-def left_padding(model: Any, ids: Tensor) -> float:
-    return padding(model, ids, left=True)
-
-
 def left_padding_alone(model: Any, ids: Tensor) -> float | None:
     """The padding mask is enough: positions follow from it."""
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     return padding(model, ids, left=True, places=False) if takes_positions else None
-
-
-def right_padding(model: Any, ids: Tensor) -> float:
-    return padding(model, ids, left=False)
 
 
 def packed(model: Any, ids: Tensor) -> float | None:
@@ -178,9 +171,9 @@ def greedy(model: Any, ids: Tensor) -> float:
 CHECKS: dict[str, Callable[[Any, Tensor], float | None]] = {
     "prefill and steps": steps,
     "chunk size": chunks,
-    "left padding": left_padding,
+    "left padding": functools.partial(padding, left=True),
     "left padding without position_ids": left_padding_alone,
-    "right padding": right_padding,
+    "right padding": functools.partial(padding, left=False),
     "packed documents": packed,
     "beams": beams,
     "generate": greedy,
