@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 # Rows of tokens, of which the last STEPS come one by one.
-LENGTHS, STEPS = (9, 60), 4
+LENGTHS, STEPS = (9, 200), 4
 F32, F16 = 0, 1  # kinds of ggml
 
 

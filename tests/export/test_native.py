@@ -105,7 +105,7 @@ def test_engines_compute_what_the_model_computes(
     assert all(difference < 1e-4 for difference in made.differences.values())
     model, known = load(linear), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(known).__module__.startswith("transformers.")
-    row = tokens(1, 230)[0]
+    row = tokens(1, 300)[0]  # more than a chunk of each format, 64 and 256
     want = one_pass(model, row)
     assert float((stepped(known, row) - want).abs().max() / want.abs().max()) < 1e-4
     ids, mask = tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
@@ -114,6 +114,8 @@ def test_engines_compute_what_the_model_computes(
     exact = float(((ours - theirs) * mask[..., None]).abs().max() / ours.abs().max()) < 1e-4
     assert exact == ("left padding" not in made.engines[0].note)
     assert float((ours[0, 9:] - one_pass(model, ids[0, 9:])).abs().max() / ours.abs().max()) < 1e-4
+    written = [m.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for m in (model, known)]
+    assert torch.equal(*written) or not exact
 
 
 def changed(ending: str, change: Callable[[Tensor], Tensor]) -> Callable[[Made], dict[str, Tensor]]:
@@ -151,7 +153,21 @@ def tiled(rows: Tensor, skip: int = 32) -> Tensor:
         changed("linear_attn.norm.weight", lambda x: x - 1.0),  # the only norm that stores w
         changed("in_proj_z.weight", lambda x: x.flip(0)),
     ],
-    ids="norms,post norm,last norm,q norm,k norm,o doubled,gates by head,taps,key heads,A_log,dt,own norm,gate".split(","),
+    ids=[
+        "norms",
+        "post norm",
+        "last norm",
+        "q norm",
+        "k norm",
+        "o doubled",
+        "gates by head",
+        "taps",
+        "key heads",
+        "A_log",
+        "dt",
+        "own norm",
+        "gate",
+    ],
 )
 def test_no_trap_of_qwen3_5_passes_the_proof(qwen: Made, trap: Callable[[Made], dict[str, Tensor]]) -> None:
     with pytest.raises(LinearizeError, match=r"computes.*logits") as refused:
@@ -295,16 +311,16 @@ def test_gguf_of_granite_has_its_weights_twice_and_filled_up(llama: Made, tmp_pa
     assert known["general.architecture"] == "granitehybrid"
     assert known["granitehybrid.attention.head_count_kv"] == [0, 0, 0, 2]
     assert known["granitehybrid.ssm.inner_size"] == 2 * known["granitehybrid.embedding_length"]
-    assert known["granitehybrid.ssm.state_size"] == 96
+    assert known["granitehybrid.ssm.state_size"] == 128  # 8 as it is trained; llama.cpp's CUDA scan has 128 and 256
     assert known["granitehybrid.rope.scaling.finetuned"] is True
     ours, layer = llama.tensors, "model.layers.0.mamba."
-    z, v, k, q, step = found["blk.0.ssm_in.weight"].split([64, 64, 4 * 96, 4 * 96, 4])
+    z, v, k, q, step = found["blk.0.ssm_in.weight"].split([64, 64, 4 * 128, 4 * 128, 4])
     whole = ours[f"{layer}in_proj.weight"].split([32, 32, 32, 32, 4])
     for part, own in ((z, whole[0]), (v, whole[1])):
         assert torch.equal(part.view(4, 2, 8, 32), own.view(4, 1, 8, 32).expand(4, 2, 8, 32))
     for part, own in ((k, whole[2]), (q, whole[3])):
-        assert torch.equal(part.view(4, 96, 32)[:, :8], own.view(4, 8, 32))
-        assert not part.view(4, 96, 32)[:, 8:].any()
+        assert torch.equal(part.view(4, 128, 32)[:, :8], own.view(4, 8, 32))
+        assert not part.view(4, 128, 32)[:, 8:].any()
     assert torch.equal(step, whole[4])
     out = found["blk.0.ssm_out.weight"].view(32, 4, 2, 8)
     assert torch.equal(out[:, :, 0], ours[f"{layer}out_proj.weight"].view(32, 4, 8))
@@ -489,9 +505,17 @@ def test_our_plugin_leaves_them_to_vllm(qwen: Made, llama: Made) -> None:
             layers_of(made.model.config)
 
 
+def test_sglang_takes_llama_3s_rotary_embedding_and_no_other_is_promised(llama: Made) -> None:
+    for rope, takes in (("default", True), ("llama3", True), ("yarn", False)):
+        config = {**llama.config, "rope_parameters": {**LLAMA3, "rope_type": rope}}
+        (sglang,) = [engine for engine in engines_for("granitemoehybrid", config) if engine.name == "SGLang"]
+        assert (sglang.takes, "yarn" in sglang.note) == (takes, not takes)
+
+
 def test_engines_that_know_intervals_alone_are_named(qwen: Made) -> None:
     whole = {engine.name: engine for engine in engines_for("qwen3_5", qwen.config)}
     assert whole["SGLang"].takes
+    assert "text_config" in whole["SGLang"].note
     text = {name: value for name, value in qwen.config["text_config"].items() if name != "full_attention_interval"}
     named = {engine.name: engine for engine in engines_for("qwen3_5", {"text_config": text})}
     assert [name for name, engine in named.items() if not engine.takes] == ["SGLang", "MLX"]
