@@ -99,13 +99,15 @@ def places_of(source: Source) -> tuple[Places, Places]:
 
 def write_reconverted(folder: Path, source: Source, plan: Plan, natives: SourceClasses, seed: int) -> None:
     """Write the model of `source`, converted again by `plan`, into the empty `folder`: its weights and trained mixers
-    with the bytes that they have, mixers of new layers initialised.
+    with the bytes that they have, mixers that are added initialised.
 
     Raises LinearizeError (exit 6) for weights that are not those that linearize.json recorded.
     """
     old = read_json(source.folder / checkpoint.MANIFEST)
     before = checkpoint.recorded_hashes(old)
     own, mixers = places_of(source)
+    added = tuple(f"{path}.mixer." for path in plan.reconversions[-1].added)  # also in place of another mechanism's
+    mixers = {name: place for name, place in mixers.items() if not name.startswith(added)}
     files = [shard for shard in source.shards if any(place == shard for place, _ in own.values())]
     shards: checkpoint.Shards = {}
     hashes = checkpoint.no_hashes()
