@@ -123,6 +123,23 @@ def same_tokens(llama: Any, path: Path, folder: Path) -> bool:
     return [*room[:count]] == AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
 
 
+def rows_of(folder: Path, vocabulary: int) -> list[list[int]]:
+    """Rows of tokens: of the demo's held-out text where the folder has a tokenizer, else random ones."""
+    import torch
+
+    if not (folder / "tokenizer.json").exists():
+        return [
+            torch.randint(1, vocabulary, (T,), generator=torch.Generator().manual_seed(T)).tolist() for T in LENGTHS
+        ]
+    from transformers import AutoTokenizer
+
+    from linearize.demo.corpus import documents
+
+    texts = [document.text for document in documents("heldout") if len(document.text) > 4000]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text)["input_ids"][:T] for T in LENGTHS for text in texts[:4]]
+
+
 def main(libraries: str, *folders: str) -> int:
     import torch
 
@@ -134,7 +151,7 @@ def main(libraries: str, *folders: str) -> int:
     for folder in map(Path, folders):
         model = load_converted(folder, torch.float32, False).eval()
         V = model.config.vocab_size
-        rows = [torch.randint(1, V, (T,), generator=torch.Generator().manual_seed(T)).tolist() for T in LENGTHS]
+        rows = rows_of(folder, V)
         with torch.no_grad():
             expected = [model(input_ids=torch.tensor([row])).logits[0].numpy() for row in rows]
         with tempfile.TemporaryDirectory() as place:
@@ -146,7 +163,9 @@ def main(libraries: str, *folders: str) -> int:
                 )
                 # What 8 bits cost depends on the weights; of bfloat16 llama.cpp rounds hidden states as well.
                 failed += form == "gguf" and open_config(folder).dtype == torch.float32 and not worst <= 1e-4
-                print(f"{folder}: {form}, {worst:.1e} of the largest logit", flush=True)
+                found, wanted = (torch.from_numpy(np.concatenate(x)).log_softmax(-1) for x in (computed, expected))
+                kl = float((wanted.exp() * (wanted - found)).sum(-1).mean())
+                print(f"{folder}: {form}, {worst:.1e} of the largest logit, KL {kl:.1e} nats a token", flush=True)
             if (folder / "tokenizer.json").exists():
                 same = same_tokens(llama, path, folder)
                 failed += not same

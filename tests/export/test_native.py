@@ -33,6 +33,7 @@ QWEN = ("qwen3", "gdn", {"native": True})
 LLAMA = ("llama", "mamba2", {"eps": 1e-6})
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 Kind = tuple[str, str, dict[str, Any]]
@@ -90,9 +91,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
         pytest.param(("qwen3", "gdn", {"native": True, "taps": 1}), "3", {}, marks=pytest.mark.slow),
         pytest.param(LLAMA, "0,2,3", {"num_key_value_heads": 1}, marks=pytest.mark.slow),
         pytest.param(("qwen2", *LLAMA[1:]), "0", {}, marks=pytest.mark.slow),
+        pytest.param(("mistral", *LLAMA[1:]), "1", {"sliding_window": None}, marks=pytest.mark.slow),
+        pytest.param(QWEN, "3", {"rope_parameters": YARN}, marks=pytest.mark.slow),
         pytest.param(("llama", "mamba2", {"eps": 1e-6, "taps": 1}), "0", {}, marks=pytest.mark.slow),
     ],
-    ids=["qwen3 tied", "llama3 rope", "qwen3 irregular", "qwen3 without taps", "one key head", "qwen2", "no taps"],
+    ids=[
+        "qwen3 tied",
+        "llama3 rope",
+        "qwen3 irregular",
+        "qwen3 without taps",
+        "one key head",
+        "qwen2",
+        "mistral",
+        "qwen3 yarn",
+        "no taps",
+    ],
 )
 @torch.no_grad()
 def test_engines_compute_what_the_model_computes(
