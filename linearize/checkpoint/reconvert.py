@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import Exit, LinearizeError, undamaged
+from ..plan.mechanisms import with_own_eps
 from ..plan.plan import Plan
 from ..plan.reconvert import check_unused, plan_reconversion, same_mechanism
 from ..plan.request import Request
@@ -81,6 +82,8 @@ def plan_converted(
         mechanism, options = old.linear[0].mechanism, {}
     elif mechanism is None:
         mechanism, options = same_mechanism(old, given, source.name)
+    else:
+        options = with_own_eps(mechanism, given, natives.source_config)
     request = Request(mechanism, options=options, **asked)
     found = found_in(natives.source_config, head)
     untrained = untrained_mixers(folder, old)

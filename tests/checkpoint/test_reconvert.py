@@ -181,7 +181,7 @@ def test_a_recipe_converts_again_and_trains(place: Path, tmp_path: Path) -> None
 
 def test_a_hybrid_of_another_mechanism_becomes_one_that_engines_know(place: Path, tmp_path: Path) -> None:
     """As the preset hybrid-native starts from a student of the preset hybrid: its weights stay, its mixers are new."""
-    section = {"mechanism": "mamba2", "layers": "0-1", "options": {"eps": 1e-6}}
+    section = {"mechanism": "mamba2", "layers": "0-1"}
     train(make_recipe(tmp_path, place / "trained", stage("attention_transfer"), convert=section))
     final = tmp_path / "run" / "final"
     plan = read_plan(final)
