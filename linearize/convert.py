@@ -25,7 +25,7 @@ from .errors import IncompatibleError, LinearizeError, ResourceError, existing_f
 from .estimate import break_even
 from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
 from .plan.keep import Choice, WindowChoice, is_auto
-from .plan.mechanisms import present_options
+from .plan.mechanisms import present_options, with_own_eps
 from .plan.plan import Plan, Step, local_steps, some
 from .plan.request import Request
 from .probe.found import Found
@@ -89,8 +89,9 @@ def plan_conversion(
         raise LinearizeError(f"--restore {restore}: {source.name} has softmax everywhere; it is not converted")
     if mechanism is None:
         raise LinearizeError(f"--to is missing: name the mechanism that {source.name} gets, such as --to gsa")
-    request = Request(mechanism, **asked)
     config = load_config(source, trust_remote_code)
+    asked["options"] = with_own_eps(mechanism, asked.get("options") or {}, config)
+    request = Request(mechanism, **asked)
     natives = SourceClasses(config, load_model_class(source, config, trust_remote_code))
     found = found_in(config, natives.head)  # first: it says what is wrong with a config
     facts: dict[str, Any] = {

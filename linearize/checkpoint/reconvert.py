@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import CheckFailedError, IncompatibleError, LinearizeError, undamaged
+from ..plan.mechanisms import with_own_eps
 from ..plan.plan import Plan
 from ..plan.reconvert import check_unused, plan_reconversion, same_mechanism
 from ..plan.request import Request
@@ -75,6 +78,8 @@ def plan_converted(
         mechanism, options = old.linear[0].mechanism, {}
     elif mechanism is None:
         mechanism, options = same_mechanism(old, given, source.name)
+    else:
+        options = with_own_eps(mechanism, given, natives.source_config)
     request = Request(mechanism, options=options, **asked)
     found = found_in(natives.source_config, head)
     untrained = untrained_mixers(folder, old)
@@ -93,13 +98,15 @@ def places_of(source: Source) -> tuple[Places, Places]:
 
 def write_reconverted(folder: Path, source: Source, plan: Plan, natives: SourceClasses, seed: int) -> None:
     """Write the model of `source`, converted again by `plan`, into the empty `folder`: its weights and trained mixers
-    with the bytes that they have, mixers of new layers initialised.
+    with the bytes that they have, mixers that are added initialised.
 
     Raises LinearizeError (exit 6) for weights that are not those that linearize.json recorded.
     """
     old = read_json(source.folder / checkpoint.MANIFEST)
     before = checkpoint.recorded_hashes(old)
     own, mixers = places_of(source)
+    added = tuple(f"{path}.mixer." for path in plan.reconversions[-1].added)  # also in place of another mechanism's
+    mixers = {name: place for name, place in mixers.items() if not name.startswith(added)}
     files = [shard for shard in source.shards if any(place == shard for place, _ in own.values())]
     shards: checkpoint.Shards = {}
     hashes = checkpoint.no_hashes()

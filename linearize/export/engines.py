@@ -29,7 +29,8 @@ def engines_for(form: str, config: dict[str, Any]) -> tuple[Engine, ...]:
 def qwen3_5_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     """Placements: an engine that knows intervals alone reads `full_attention_interval`, and computes other layers than
     those that were trained where it does not fit."""
-    every = "" if "full_attention_interval" in config else (
+    fits = "full_attention_interval" in config
+    every = "" if fits else (
         "it knows intervals alone, and the kept layers are not N-1, 2N-1, ..: convert with --keep-softmax every:4:3"
     )  # fmt: skip
     D, Dv = config["linear_key_head_dim"], config["linear_value_head_dim"]
@@ -38,8 +39,8 @@ def qwen3_5_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     return (
         Engine("transformers", True, "5.24 and later"),
         Engine("vLLM", True, "0.32 and later"),
-        Engine("SGLang", not every, every),
-        Engine("MLX", not every, every),
+        Engine("SGLang", fits, every or "0.5.23 and later, with the text_config of config.json as its config.json"),
+        Engine("MLX", fits, every),
         Engine("llama.cpp", True, "; ".join(filter(None, (old, sizes)))),
     )
 
@@ -49,6 +50,7 @@ def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     padding by 0, but not what a projection makes of them, and convolves its bias into the first real tokens."""
     groups, rope = config["mamba_n_groups"], config["rope_parameters"].get("rope_type", "default")
     scaled = "" if rope == "default" else f"it drops the {rope} scaling of the rotary embedding"
+    known = rope in ("default", "llama3")  # which were read in SGLang's source
     mlx = [f"it normalises the {groups} groups of a linear layer together"] if groups > 1 else []
     mlx += [scaled] if scaled else []
     inner = config["mamba_n_heads"] * config["mamba_d_head"]
@@ -57,7 +59,7 @@ def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     return (
         Engine("transformers", True, "; ".join(["5.24 and later"] + [biased] * config["mamba_proj_bias"])),
         Engine("vLLM", True, "0.32 and later"),
-        Engine("SGLang", not scaled, scaled),
+        Engine("SGLang", known, "0.5.23 and later" if known else f"nobody tried its {rope} rotary embedding"),
         Engine("MLX", not mlx, "; ".join(mlx)),
         Engine("llama.cpp", False, cpp),
     )

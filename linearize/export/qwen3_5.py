@@ -2,7 +2,8 @@
 
 A softmax layer of Qwen3.5 has a gate on its output. With gate rows of zero it is sigmoid(0) = 1/2 for every token, and
 an output projection times 2 undoes it without rounding. Norms store w - 1. The rotary embedding turns all channels: a
-partial factor of 1, and sections that add up to D/2, which mean nothing where all three positions of a token are equal.
+partial factor of 1, and sections that add up to D/2, which mean nothing where all three positions of a token are equal,
+but for llama.cpp (`sections_of`).
 
 A linear layer keeps the projections; key heads are written for each query head. HeadNorm's weight of each head folds
 into the output projection, since the swish gate behind it works on each channel alone; the format's own weight, which
@@ -53,15 +54,20 @@ def interval(config: Any) -> int | None:
     return fits[0] if fits else None
 
 
+def sections_of(pairs: int) -> list[int]:
+    """How many pairs of channels turn by each of the three positions of a token, one after the other. llama.cpp does
+    not turn a pair beyond its section."""
+    return [len(range(first, pairs, 3)) for first in range(3)]
+
+
 def config_of(config: Any) -> dict[str, Any]:
     """config.json: a text model alone, in the form of the whole family, which MLX asks for; transformers and vLLM read
-    `text_config`. Sections of the rotary embedding have to be named, or theirs are for a head dim of 256 * 1/4."""
+    `text_config`. Sections of the rotary embedding have to be named, or theirs are for a head dim of 256 * 1/4; and the
+    partial factor stands twice, since SGLang reads it beside the other parameters, where its own is 1/4."""
     text, linear = config.get_text_config(), linear_layers(config)
     D, heads, every = head_dim(text), text.num_attention_heads, interval(config)
     site = next(iter(linear.values()))["site"]
-    third = D // 6
-    sections = [D // 2 - 2 * third, third, third]
-    turned = {"partial_rotary_factor": 1.0, "mrope_section": sections, "mrope_interleaved": True}
+    turned = {"partial_rotary_factor": 1.0, "mrope_section": sections_of(D // 2), "mrope_interleaved": True}
     part = {
         **tokens_of(text),
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -77,6 +83,7 @@ def config_of(config: Any) -> dict[str, Any]:
         "linear_num_value_heads": heads,
         "layer_types": ["linear_attention" if n in linear else "full_attention" for n in range(text.num_hidden_layers)],
         "rope_parameters": {**rope_of(text), **turned},
+        "partial_rotary_factor": 1.0,
         "mamba_ssm_dtype": "float32",
         "dtype": str(text.dtype).removeprefix("torch."),
     }  # fmt: skip

@@ -2,7 +2,8 @@
 
 llama.cpp knows Qwen3.5 as it is. Of Granite's hybrids it knows those whose linear layers are twice as wide as
 the model: value channels stand twice, of which the output projection reads the first, and a norm over both is that of
-one. Its CUDA kernel of the scan has states of 96, 128 and 256, so keys and queries get channels of zero.
+one. Its kernels of the scan for CUDA, Vulkan and SYCL have states of 128 and 256, so keys and queries get channels of
+zero.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FILE = "model.gguf"
 FORMS = {"gguf": None, "gguf-q8_0": "q8_0"}
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 INSTALL = 'pip install "linearize[gguf]"'
-STATES = (96, 128, 256)
+STATES = (128, 256)
 # How GPT-4, Llama 3 and Qwen split text in front of byte pairs; the digits that stay together tell them apart.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

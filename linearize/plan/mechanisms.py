@@ -121,6 +121,14 @@ def resolve_options(name: str, given: dict[str, Any], site: Any = None) -> dict[
     return options
 
 
+def with_own_eps(name: str, given: dict[str, Any], config: Any) -> dict[str, Any]:
+    """`given`, and the eps of the source's norms where mechanism `name` has an option of that name and none is given:
+    the formats of engines have one number for both."""
+    own = getattr(config.get_text_config(), "rms_norm_eps", None)
+    left_open = "eps" in known_options(load_mechanism(name)) and not {"eps", "faithful"} & given.keys()
+    return {"eps": own, **given} if left_open and own else given
+
+
 def option_about(mixer: Any, option: str, base: str | None = None) -> str:
     """What an option of a mechanism, over `base` where it has bases, sets: one line; empty where nobody wrote it."""
     owners = [mixer, *([mixer.base_for(base or known_options(mixer)["base"][2])] if mixer.bases else [])]

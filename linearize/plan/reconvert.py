@@ -1,4 +1,5 @@
-"""Plan a conversion of what is converted: softmax layers become linear, and linear ones get softmax back."""
+"""Plan a conversion of what is converted: softmax layers become linear, linear ones get softmax back, or become linear
+by another mechanism."""
 
 from __future__ import annotations
 
@@ -82,10 +83,16 @@ def plan_reconversion(
     linear = {step.site.path for step in old.linear}  # softmax over a window can become linear, and softmax over all
     back = chosen(restore, "--restore", found, folder, lambda path: path in mixers, "softmax")
     layers = "" if request.layers == "all" else request.layers
-    new = chosen(layers, "--layers", found, folder, lambda path: path not in linear, "linear")
+    alike = {
+        path
+        for path in linear
+        if mixers[path].mechanism == request.mechanism
+        and all(mixers[path].options.get(name) == value for name, value in given.items())
+    }
+    new = chosen(layers, "--layers", found, folder, lambda path: path not in alike, "linear")
     sites = []
     for layer in sorted(new):  # of two towers one may have no place for the mechanism
-        here = [site for site in found.sites if site.layer == layer and site.path not in linear]
+        here = [site for site in found.sites if site.layer == layer and site.path not in alike]
         sites += [site for site in here if not mismatch(site, request.mechanism)] or here
     check_dropped_features(sites, request.allow_drop)
     sites = keep_heads(request.keep_heads, sites, found, folder)
@@ -159,7 +166,7 @@ def check_request(request: Request, restore: str, old: Plan, found: Found, folde
         raise IncompatibleError(
             f"{folder} has {kinds} in {layers_named(step.site.layer for step in old.linear)} already. To train it, "
             "use linearize finetune with convert=null. To convert it again, name the layers that "
-            f"{more}get softmax back (--restore 3)"
+            f"{more}get softmax back (--restore 3), or which become another mechanism (--layers 3 --to NAME)"
         )
 
 

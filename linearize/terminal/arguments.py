@@ -27,14 +27,14 @@ def path(word: str | Path) -> Path:
 
 def there(word: str | Path) -> Path:
     """A folder that is there. Raises LinearizeError (exit 2) for one that is not, before torch is imported."""
-    if not path(word).exists():
+    if not os.path.lexists(path(word)):
         raise absent(path(word), "no such folder")
     return path(word)
 
 
 def run(word: str | Path) -> Path:
     """The folder of a run, or a file with figures. Raises LinearizeError (exit 2) for one that is not there."""
-    if not path(word).exists():
+    if not os.path.lexists(path(word)):
         raise no_such_run(path(word))
     return path(word)
 

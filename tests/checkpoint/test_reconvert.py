@@ -23,6 +23,7 @@ from linearize.checkpoint.provenance import trained_before, untrained_mixers
 from linearize.checkpoint.write import MANIFEST
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
+from linearize.export.native import export_native
 from linearize.verify.checks import verify_folder
 
 Command = Callable[..., tuple[int, str, str]]
@@ -175,6 +176,20 @@ def test_a_recipe_converts_again_and_trains(place: Path, tmp_path: Path) -> None
     plan = read_plan(tmp_path / "run" / "final")
     assert [step.site.layer for step in plan.steps] == [0, 1, 3]
     assert plan.reconversions[-1].added == (path(3),)
+
+
+def test_a_hybrid_of_another_mechanism_becomes_one_that_engines_know(place: Path, tmp_path: Path) -> None:
+    """As the preset hybrid-native starts from a student of the preset hybrid: its weights stay, its mixers are new."""
+    section = {"mechanism": "mamba2", "layers": "0-1"}
+    train(make_recipe(tmp_path, place / "trained", stage("attention_transfer"), convert=section))
+    final = tmp_path / "run" / "final"
+    plan = read_plan(final)
+    assert [(step.site.layer, step.mechanism) for step in plan.steps] == [(0, "mamba2"), (1, "mamba2")]
+    assert plan.reconversions[-1].added == plan.reconversions[-1].untrained == (path(0), path(1))
+    assert same(own(final), own(place / "trained"))
+    assert export_native(str(final), "auto", tmp_path / "out").form == "granitemoehybrid"
+    plan = plan_conversion(str(place / "trained"), None, layers="1,3", options={"slots": 4})[0]
+    assert [(step.site.layer, step.options["slots"]) for step in plan.steps] == [(0, 8), (1, 4), (3, 4)]
 
 
 def test_a_second_training_says_that_source_weights_were_trained(place: Path, tmp_path: Path) -> None:

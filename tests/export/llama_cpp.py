@@ -10,6 +10,7 @@ that has all of it, such as the package xllamacpp; FOLDER a converted model. Nee
 from __future__ import annotations
 
 import ctypes
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 # Rows of tokens, of which the last STEPS come one by one.
-LENGTHS, STEPS = (9, 60), 4
+LENGTHS, STEPS = (9, 200), 4
 F32, F16 = 0, 1  # kinds of ggml
 
 
@@ -123,31 +124,54 @@ def same_tokens(llama: Any, path: Path, folder: Path) -> bool:
     return [*room[:count]] == AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
 
 
+def rows_of(folder: Path, vocabulary: int) -> list[list[int]]:
+    """Rows of tokens: of the demo's held-out text where the folder has a tokenizer, else random ones."""
+    import torch
+
+    if not (folder / "tokenizer.json").exists():
+        return [
+            torch.randint(1, vocabulary, (T,), generator=torch.Generator().manual_seed(T)).tolist() for T in LENGTHS
+        ]
+    from transformers import AutoTokenizer
+
+    from linearize.demo.corpus import documents
+
+    texts = [document.text for document in documents("heldout") if len(document.text) > 4000]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text)["input_ids"][:T] for T in LENGTHS for text in texts[:4]]
+
+
 def main(libraries: str, *folders: str) -> int:
     import torch
 
     from linearize.checkpoint.provenance import open_config
     from linearize.export.native import export_native
+    from linearize.export.to_gguf import pre_tokenizer
     from linearize.train.save import load_converted
 
     llama, failed = library(Path(libraries)), 0
     for folder in map(Path, folders):
         model = load_converted(folder, torch.float32, False).eval()
         V = model.config.vocab_size
-        rows = [torch.randint(1, V, (T,), generator=torch.Generator().manual_seed(T)).tolist() for T in LENGTHS]
+        rows = rows_of(folder, V)
         with torch.no_grad():
             expected = [model(input_ids=torch.tensor([row])).logits[0].numpy() for row in rows]
         with tempfile.TemporaryDirectory() as place:
+            given = folder
+            if (folder / "tokenizer.json").exists() and pre_tokenizer(folder) is None:  # the demo's: left out
+                given = Path(shutil.copytree(folder, f"{place}/bare", ignore=shutil.ignore_patterns("tokenizer*")))
             for form in ("gguf", "gguf-q8_0"):
-                path = export_native(str(folder), form, Path(place) / form).folder / "model.gguf"
+                path = export_native(str(given), form, Path(place) / form).folder / "model.gguf"
                 computed = logits_of(llama, path, rows, V)
                 worst = max(
                     float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(computed, expected, strict=True)
                 )
                 # What 8 bits cost depends on the weights; of bfloat16 llama.cpp rounds hidden states as well.
                 failed += form == "gguf" and open_config(folder).dtype == torch.float32 and not worst <= 1e-4
-                print(f"{folder}: {form}, {worst:.1e} of the largest logit", flush=True)
-            if (folder / "tokenizer.json").exists():
+                found, wanted = (torch.from_numpy(np.concatenate(x)).log_softmax(-1) for x in (computed, expected))
+                kl = float((wanted.exp() * (wanted - found)).sum(-1).mean())
+                print(f"{folder}: {form}, {worst:.1e} of the largest logit, KL {kl:.1e} nats a token", flush=True)
+            if (given / "tokenizer.json").exists():
                 same = same_tokens(llama, path, folder)
                 failed += not same
                 print(f"{folder}: {'the same' if same else 'other'} tokens", flush=True)

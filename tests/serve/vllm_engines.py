@@ -20,10 +20,12 @@ from typing import Any
 
 import engines
 import pytest
+import torch
 from engines import Case, alike, converted, differences, engine, expected, fill_with_nan, load, prompts_of, write
 
 import linearize.demo
 from linearize.convert import convert, plan_conversion
+from linearize.export import native
 
 DEMO = Path(linearize.demo.__file__).parent / "model"
 # Of tokens: shorter and longer than a chunk of 64, one that is a chunk, and one token.
@@ -92,6 +94,43 @@ def test_a_compiled_engine_writes_what_generate_writes(tmp_path: Path) -> None:
         assert [layer.maps is not None for layer in engines.state_layers(llm)] == [True, False, False]
         fill_with_nan(llm)
         assert differences(write(llm, prompts, NEW), references) == []
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "differs"),
+    [
+        ("LlamaConfig", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}),
+        ("Qwen2Config", {"tie_word_embeddings": True}),  # with biases of q, k and v
+    ],
+)
+def test_vllms_own_class_writes_what_an_export_computes(
+    kind: str, differs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GraniteMoeHybrid without our plugin and without trust, placed irregularly, in float32.
+
+    The build for CPUs stops at a prefix cache of Mamba-2. `prove` is left out, for transformers before 5.24 normalises
+    all groups of this format together. Qwen3.5 has a kernel for bfloat16 alone here, and asks for torchvision.
+    """
+    sizes = {"head_dim": None, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    monkeypatch.setitem(engines.ARCHITECTURES, "a", (kind, {**sizes, **differs}))
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    layer = ("mamba2", {"eps": 1e-6})
+    model, out = load(converted(tmp_path, Case("a", (layer, None, None, layer)))), tmp_path / "out"
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".mixer." in name:  # as if it were trained
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    form = native.choose("auto", model.config, "it")
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(form.config(model.config)))
+    weights = {name: x.detach() for name, x in model.state_dict().items()}
+    native.save(out, form.fold(model.config, weights), "float32", form.precise)
+    prompts = prompts_of(LENGTHS)
+    with engine(out, trust_remote_code=False, enable_prefix_caching=False, **CHUNK) as llm:
+        assert differences(write(llm, prompts, NEW), expected(model, prompts, NEW), 1e-4) == []
 
 
 @pytest.fixture(scope="module")
