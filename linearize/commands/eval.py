@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..demo import named_base
-from ..terminal.arguments import Converted, Device, Dtype, Trust, path
+from ..terminal.arguments import Converted, Device, Dtype, Trust, non_empty, path
 from ..terminal.output import Json, finite, nats, percent, print_json, say, size
 from ..terminal.progress import starting
 from ..terminal.tables import (
@@ -49,15 +49,16 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Recipe values as key.sub=value, to choose the text.")
     ] = None,
-    teacher: Annotated[str, typer.Option(help="The original, before conversion.")] = "",
+    teacher: Annotated[str | None, typer.Option(help="The original, before conversion.", parser=non_empty)] = None,
     recipe: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Recipe or preset whose data.eval, data.pack and eval.max_tokens name the text; or the folder of a "
             "run, for its text and teacher (with --tasks its teacher alone). Default: held-out files of Python's "
-            "standard library."
+            "standard library.",
+            parser=non_empty,
         ),
-    ] = "",
+    ] = None,
     lengths: Annotated[
         str, typer.Option(help="Lengths of recall and needle texts in tokens, for example 256,1024.")
     ] = "256,512,1024",
@@ -72,12 +73,13 @@ def evaluate(
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
     tasks: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Run these tasks of lm-evaluation-harness instead: arc_easy,hellaswag, piqa=rows.jsonl to read their "
-            "data from a file, or a file.yaml with your own task."
+            "data from a file, or a file.yaml with your own task.",
+            parser=non_empty,
         ),
-    ] = "",
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: only this many rows of each.")] = None,
     few_shot: Annotated[
         int | None, typer.Option(min=0, help="With --tasks: examples before each question. Default: the task's own.")
@@ -109,9 +111,9 @@ def evaluate(
         from ..recipe.presets import recipe_path
         from ..train.runs import heldout_of
 
+    recipe, teacher = recipe or "", named_base(teacher or "")
     run, own = Path(recipe), list[str]()
     of_run = bool(recipe) and (run / "run.json").is_file()
-    teacher = teacher and named_base(teacher)
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
     given |= {"batch_tokens": batch_tokens, "dtype": dtype, "tasks": tasks, "limit": limit, "few_shot": few_shot}
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
