@@ -172,6 +172,31 @@ def test_a_run_without_data(root: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path) == first
 
 
+def test_a_shard_that_was_lost_is_written_again_and_no_more(teacher: Any, tmp_path: Path) -> None:
+    rows = write(teacher, tmp_path)
+    shards = shards_of(tmp_path)
+    assert len(shards) > 2
+    shards[1].unlink()
+    assert write(teacher, tmp_path) == rows
+    assert shards_of(tmp_path) == shards
+
+
+ROWS = ['{"tokens": 5}', '{"text": 7, "tokens": 5}', '{"text": "a", "tokens": 1e400}', '{"text": "a", "tokens": true}']
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*(("00000.jsonl", f"{row}\n") for row in [*ROWS, "[1]", '{"te']), ("batch.json", '{"batch": 0}')],
+    ids=str,
+)
+def test_a_damaged_file_is_named(teacher: Any, tmp_path: Path, name: str, text: str) -> None:
+    write(teacher, tmp_path, tokens=20)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(LinearizeError) as error:
+        write(teacher, tmp_path, tokens=200)
+    assert holds(error.value.message, str(tmp_path), "damaged", "Delete")
+
+
 def test_what_was_written_stays_where_the_run_is_interrupted(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
