@@ -66,6 +66,8 @@ def find_prompts(asked: OwnText, source: TextSource | None, tokenizer: Any) -> l
             found.append(Prompt(start + ids, ids))
         elif messages := asked_of(document):
             found.append(Prompt(prompt_ids(tokenizer, messages, where), [], messages))
+    if not found:
+        raise LinearizeError(f"{source}: no conversation begins with a message that the assistant answers")
     most = max(asked.length, asked.prompt_tokens + len(start))
     kept = [prompt for prompt in found if 0 < len(prompt.ids) <= most]
     if not kept:
@@ -162,9 +164,10 @@ def write_own_text(
             rows = [row for row in rows if row["tokens"]]
             empty = 0 if rows else empty + 1
             if empty == EMPTY:
-                message = (
-                    f"the teacher wrote nothing in {EMPTY} batches of {batch}. Choose other prompts, or stop: never"
+                remedy = (
+                    "give prompts in a file" if chat else "choose other prompts, or set data.train.teacher.stop=never"
                 )
+                message = f"the teacher wrote nothing in {EMPTY} batches of {batch}: {remedy}"
                 raise LinearizeError(message, Exit.CHECK_FAILED)
             write_atomically(folder / f"{number:05d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
             new = tokens_from(folder, number)  # also of later ones, where one in between was lost
@@ -242,7 +245,7 @@ def batch_of(folder: Path, model: Any, asked: OwnText, width: int) -> int:
             if batch < 1:
                 raise ValueError(f"a batch of {batch}")
             return batch
-    batch = asked.batch or min(fitting(model, width), -(-asked.tokens // asked.length))
+    batch = min(asked.batch or fitting(model, width), -(-asked.tokens // asked.length))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomically(record, json.dumps({"batch": batch}))

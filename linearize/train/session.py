@@ -549,8 +549,9 @@ def own_texts(data: Data) -> list[TeacherSource]:
 
 
 def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]]) -> list[str]:
-    """Notes on stages whose rows are longer than what a model of text was made for, or whose steps, of so many samples,
-    see so few images that their gradients are mostly chance: one for all stages of which it says the same.
+    """Notes on stages whose rows, or texts that the teacher writes, are longer than what a model was made for, or whose
+    steps, of so many samples, see so few images that their gradients are mostly chance: one for all stages of which it
+    says the same.
 
     A step of text has thousands of tokens to predict, one of images a class or a vector each.
     """
@@ -558,7 +559,9 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]])
     known = None if images else longest_text(model)
     found: dict[str, list[str]] = {}
     for stage, samples in stages:
-        length = recipe.data_for(stage).pack.seq_len
+        data = recipe.data_for(stage)
+        length = data.pack.seq_len
+        written = max((part.teacher.length for part in own_texts(data)), default=0) if recipe.teacher is None else 0
         if images and samples < FEW_IMAGES:
             message = f"a step sees {counted(samples, 'image')}, and gradients of so few may not converge. Give it "
             message += (
@@ -567,6 +570,9 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]])
         elif known is not None and length > known:
             message = f"rows have {length:,} tokens, and {type(model).__name__} was made for {known:,} "
             message += f"(max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
+        elif known is not None and written > known:
+            message = f"the teacher writes {written:,} tokens of a text, and {type(model).__name__} was made for "
+            message += f"{known:,} (max_position_embeddings). Set data.train.teacher.length={known}"
         else:
             continue
         found.setdefault(message, []).append(stage.name)

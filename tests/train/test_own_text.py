@@ -138,10 +138,26 @@ def test_what_cannot_be_written_is_named(root: Path, teacher: Any, tmp_path: Pat
     assert (caught.value.code, holds(str(caught.value), "chat template", "prompts")) == (Exit.INCOMPATIBLE, True)
     ends = list(range(len(BYTES) + 1))
     before, teacher.generation_config.eos_token_id = teacher.generation_config.eos_token_id, ends
-    with pytest.raises(LinearizeError) as caught:
-        write(teacher, tmp_path / "b")
+    for name, prompts, remedy in (("b", None, "stop=never"), ("c", "chat", "in a file")):
+        with pytest.raises(LinearizeError) as caught:
+            write(teacher, tmp_path / name, prompts=prompts)
+        assert (caught.value.code, holds(str(caught.value), "prompts", remedy)) == (Exit.CHECK_FAILED, True)
     teacher.generation_config.eos_token_id = before
-    assert (caught.value.code, holds(str(caught.value), "prompts", "stop: never")) == (Exit.CHECK_FAILED, True)
+    (tmp_path / "greeting.jsonl").write_text('{"messages": [{"role": "assistant", "content": "hi"}]}\n')
+    with pytest.raises(LinearizeError) as caught:
+        find_prompts(OwnText(tokens=1), TextSource(files=(tmp_path / "greeting.jsonl",)), plain)
+    assert holds(str(caught.value), "greeting.jsonl", "answers")
+
+
+def test_a_batch_is_no_larger_than_what_is_asked_for(teacher: Any, tmp_path: Path) -> None:
+    assert len(write(teacher, tmp_path, batch=1000, stop="never")) == -(-100 // 16)
+
+
+def test_texts_longer_than_the_model_was_made_for_have_a_note(root: Path, tmp_path: Path) -> None:
+    told = list[str]()
+    data = {"train": {"teacher": {"tokens": 600, "length": 300}}, "pack": {"seq_len": T}}
+    dry_run(recipe_of(tmp_path, root, stage("logit_kl", steps=1), data=data, finish={"verify": False}), told.append)
+    assert any(holds(line, "note", "300", "256", "data.train.teacher.length=256") for line in told)
 
 
 # ---------------------------------------------------------------- in a run
