@@ -124,12 +124,7 @@ class Finetuner:
             if self.sharded and own_texts(self.recipe.data_for(stage)):
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
                 raise LinearizeError(f"{message}, then give data.train the files in its cache", Exit.INCOMPATIBLE)
-            reason = unrecordable(self.recipe, stage, self.device, self.accelerator.num_processes, kind_of(self.model))
-            if reason and self.recipe.runtime.graphs is True:
-                message = (
-                    f"{stage.name}: runtime.graphs is true, and {reason}. Set it to auto, which leaves such steps plain"
-                )
-                raise LinearizeError(message, Exit.INCOMPATIBLE)
+        check_graphs(self.recipe, self.device, self.accelerator.num_processes, self.model)
         for note in stage_notes(
             self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
         ):
@@ -577,6 +572,14 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]])
             continue
         found.setdefault(message, []).append(stage.name)
     return [f"note: {', '.join(names)}: {message}" for message, names in found.items()]
+
+
+def check_graphs(recipe: Recipe, device: torch.device, processes: int, model: Any) -> None:
+    """Refuse (exit 3) `runtime.graphs: true` for stages whose steps cannot be recorded."""
+    for stage in recipe.stages if recipe.runtime.graphs is True else ():
+        if reason := unrecordable(recipe, stage, device, processes, kind_of(model)):
+            message = f"{stage.name}: runtime.graphs is true, and {reason}"
+            raise LinearizeError(f"{message}. Set it to auto, which leaves such steps plain", Exit.INCOMPATIBLE)
 
 
 def check_drop_path(model: Any, stage: SFT) -> None:
