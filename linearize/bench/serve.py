@@ -99,8 +99,8 @@ def bench_serve(
             trusted[model] = True
     result: dict[str, Any] = {"loads": [load.name for load in loads], "steps": steps, "models": {}}
     for model in models:
-        asked = {"model": model, "loads": [*loads], "steps": steps, "held": HELD, "options": options or {}}
-        asked["options"] = {"trust_remote_code": trusted[model], **asked["options"]}
+        asked: dict[str, Any] = {"model": model, "loads": [*loads], "steps": steps, "held": HELD}
+        asked["options"] = {"trust_remote_code": trusted[model], **(options or {})}
         result["models"][model] = measured = run_engine(asked, timeout)
         result["machine"] = measured.pop("machine")
         tell(f"{model}: ready after {measured['start_s']} s")
