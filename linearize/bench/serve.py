@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..checkpoint.manifest import is_linearized
+from ..checkpoint.provenance import check_code
 from ..checkpoint.source import open_source
 from ..errors import Exit, LinearizeError
 from ..serve.start import is_installed
@@ -55,16 +59,17 @@ def parse_loads(text: str) -> tuple[Load, ...]:
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
     """Options of vLLM's engine: key=value, values as YAML reads them.
 
-    Raises LinearizeError (2) for one without a value, or with one that is no YAML.
+    Raises LinearizeError (2) for one without a value, for one that is no YAML or no JSON, and for the model.
     """
     found = {}
     for one in given:
         key, equals, value = one.partition("=")
         try:
             found[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            json.dumps(found[key])  # the engine's process gets it so
+        except (yaml.YAMLError, ValueError, TypeError):
             equals = ""
-        if not (equals and key.isidentifier()):
+        if not (equals and key.isidentifier() and key != "model"):
             raise LinearizeError(f"--engine: {one!r} is not key=value, for example dtype=bfloat16", Exit.USAGE)
     return found
 
@@ -76,20 +81,26 @@ def bench_serve(
     steps: int = 256,
     timeout: float = 1800.0,
     options: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure each of `models`, the source first; `options` go to vLLM's engines, `timeout` is seconds for one engine.
 
-    Raises LinearizeError: 2 for an option that vLLM has not, 3 for what is no model or vLLM refuses, 4 where vLLM is
-    not installed, 5 for the Hub, 6 for an engine that failed, with the end of its log.
+    Raises LinearizeError: 2 for an option that vLLM has not, 3 for what is no model, has code that is not trusted or
+    vLLM refuses, 4 where vLLM is not installed, 5 for the Hub, 6 for an engine that failed, with the end of its log.
     """
     if not is_installed("vllm"):
         raise LinearizeError("bench serve needs vLLM: pip install vllm", Exit.RESOURCE)
+    trusted = dict.fromkeys(models, trust_remote_code)
     for model in models:  # before the first of them is measured
-        open_source(model, None, weights=False)
+        folder = open_source(model, None, weights=False).folder
+        if is_linearized(folder):
+            check_code(folder, trust_remote_code)
+            trusted[model] = True
     result: dict[str, Any] = {"loads": [load.name for load in loads], "steps": steps, "models": {}}
     for model in models:
-        asked = {"model": model, "loads": [*loads], "steps": steps, "held": HELD, "options": options or {}}
+        asked: dict[str, Any] = {"model": model, "loads": [*loads], "steps": steps, "held": HELD}
+        asked["options"] = {"trust_remote_code": trusted[model], **(options or {})}
         result["models"][model] = measured = run_engine(asked, timeout)
         result["machine"] = measured.pop("machine")
         tell(f"{model}: ready after {measured['start_s']} s")
@@ -104,18 +115,24 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         # Sampling by FlashInfer compiles for minutes on a machine that has a compiler.
         environment = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ}
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the child asks its own engine how much fits
+        with log.open("w") as stream:
+            written: dict[str, Any] = {"stdout": stream, "stderr": stream, "env": environment}
+            engine = subprocess.Popen(command, **written, start_new_session=True)
         try:
-            with log.open("w") as stream:
-                written: dict[str, Any] = {"stdout": stream, "stderr": stream, "env": environment}
-                done = subprocess.run(command, **written, timeout=timeout, check=False)
+            code = engine.wait(timeout)
         except subprocess.TimeoutExpired:
-            message = f"{asked['model']}: no result after {timeout:.0f} s. Its log ends:\n{log.read_text()[-3000:]}"
+            end = log.read_text("utf-8", "replace")[-3000:]
+            message = f"{asked['model']}: no result after {timeout:.0f} s. Its log ends:\n{end}"
             raise LinearizeError(message, Exit.CHECK_FAILED) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # vLLM starts more processes, which hold the card's memory
+                os.killpg(engine.pid, signal.SIGKILL)
+            engine.wait()
         if out.exists():
-            return dict(json.loads(out.read_text()))
-        end = log.read_text()[-6000:]
-        if done.returncode in (Exit.USAGE, Exit.INCOMPATIBLE):
-            raise LinearizeError(f"{asked['model']}: {end.rpartition(REFUSED)[2].strip()}", Exit(done.returncode))
+            return dict(json.loads(out.read_text("utf-8")))
+        end = log.read_text("utf-8", "replace")[-6000:]
+        if code in (Exit.USAGE, Exit.INCOMPATIBLE):
+            raise LinearizeError(f"{asked['model']}: {end.rpartition(REFUSED)[2].strip()}", Exit(code))
         raise LinearizeError(f"{asked['model']}: its engine failed. Its log ends:\n{end}", Exit.CHECK_FAILED)
 
 

@@ -86,7 +86,7 @@ def main() -> None:
         refuse(f"--engine {unknown}: vLLM has no such option.{did_you_mean(unknown, known)}", Exit.USAGE)
     longest = max(tokens for _, tokens in loads) + 2 * asked["steps"] + 64
     settings: dict[str, Any] = {
-        "trust_remote_code": True, "skip_tokenizer_init": True, "max_model_len": longest,
+        "skip_tokenizer_init": True, "max_model_len": longest,
         "enable_prefix_caching": False, "disable_log_stats": True, **asked["options"],
     }  # fmt: skip
     try:

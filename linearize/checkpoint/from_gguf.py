@@ -93,7 +93,7 @@ def _write(folder: Path, path: Path, weights: bool) -> None:
         facts = {name: field.contents() for name, field in scalars.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     architecture = str(facts.get("general.architecture"))
-    check_facts(path, architecture, facts)
+    check_facts(path, architecture, facts, len(tensors))
     # Not the file's own folder: a config or a tokenizer beside it may be of another model.
     (folder / FILE).symlink_to(path)
     with _readable(path), quiet():
@@ -133,8 +133,9 @@ def _write(folder: Path, path: Path, weights: bool) -> None:
     _write_weights(folder, path, {name: meta.state_dict()[name].shape for name in parts}, value, dtype)
 
 
-def check_facts(path: Path, architecture: str, facts: dict[str, Any]) -> None:
-    """Refuse what the metadata say of a file that transformers does not read, or not exactly."""
+def check_facts(path: Path, architecture: str, facts: dict[str, Any], tensors: int) -> None:
+    """Refuse what the metadata say of a file that transformers does not read, or not exactly. `tensors`: how many the
+    file has."""
     if facts.get("split.count", 0) > 1:
         raise refused(path, f"one of {facts['split.count']} parts. Join them: llama-gguf-split --merge FIRST OUT.gguf")
     known = {*theirs.GGUF_SUPPORTED_ARCHITECTURES, *theirs.TENSOR_PROCESSORS} - {"general", "tokenizer"}
@@ -144,6 +145,9 @@ def check_facts(path: Path, architecture: str, facts: dict[str, Any]) -> None:
             f"of the architecture {architecture!r}; those that are read are {', '.join(sorted(known))}. Convert the "
             "float model that it was made from",
         )
+    layers = facts.get(f"{architecture}.block_count", 0)
+    if layers > tensors:  # to build millions takes forever
+        raise refused(path, f"a file of {layers:,} layers by its metadata, with {tensors:,} tensors. Download it again")
     scaling = facts.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none":
         raise refused(path, f"of a model with {scaling} scaling of its rotary embedding, which transformers leaves out")

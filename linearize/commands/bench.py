@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.arguments import Overrides, check_base, path, split_values
+from ..terminal.arguments import Overrides, Trust, check_base, path, split_values
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, finite, print_json, say, show
 from ..terminal.progress import TORCH, starting
@@ -161,6 +161,7 @@ def bench_serve(
     options: Annotated[
         list[str] | None, typer.Option("--engine", help="Option of vLLM's engine as key=value. Repeatable.")
     ] = None,
+    trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Time a converted model beside its source in vLLM: tokens/s written and read, time of a token, sequences that fit.
@@ -173,5 +174,6 @@ def bench_serve(
 
     models = [model_name(name) for name in ([source] if source else []) + [model]]
     wanted = parse_loads(loads) if loads else LOADS
-    result = measure(models, wanted, steps=steps, options=parse_options(options or []), tell=say)
+    engine = parse_options(options or [])
+    result = measure(models, wanted, steps=steps, options=engine, trust_remote_code=trust_remote_code, tell=say)
     tell_result(result, markdown, as_json)

@@ -129,9 +129,11 @@ def convert(
     """
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
+    from ..plan.keep import check_method
     from ..plan.mechanisms import check_name
     from ..recipe.presets import is_recipe
 
+    check_method(score_by)
     if to is not None:
         check_name(to)
     of_recipe: Any = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..terminal.arguments import Converted, Device, Dtype, Trust, path
+from ..terminal.arguments import Converted, Device, Dtype, Trust, non_empty, path
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, finite, nats, percent, print_json, say, size
 from ..terminal.progress import starting
@@ -49,15 +49,16 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Recipe values as key.sub=value, to choose the text.")
     ] = None,
-    teacher: Annotated[str, typer.Option(help="The original, before conversion.")] = "",
+    teacher: Annotated[str | None, typer.Option(help="The original, before conversion.", parser=non_empty)] = None,
     recipe: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Recipe or preset whose data.eval, data.pack and eval.max_tokens name the text; or the folder of a "
             "run, for its text and teacher (with --tasks its teacher alone). Default: held-out files of Python's "
-            "standard library."
+            "standard library.",
+            parser=non_empty,
         ),
-    ] = "",
+    ] = None,
     lengths: Annotated[
         str, typer.Option(help="Lengths of recall and needle texts in tokens, for example 256,1024.")
     ] = "256,512,1024",
@@ -72,12 +73,13 @@ def evaluate(
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
     tasks: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Run these tasks of lm-evaluation-harness instead: arc_easy,hellaswag, piqa=rows.jsonl to read their "
-            "data from a file, or a file.yaml with your own task."
+            "data from a file, or a file.yaml with your own task.",
+            parser=non_empty,
         ),
-    ] = "",
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: only this many rows of each.")] = None,
     few_shot: Annotated[
         int | None, typer.Option(min=0, help="With --tasks: examples before each question. Default: the task's own.")
@@ -102,9 +104,9 @@ def evaluate(
     teacher's. For sentence encoders: similarities and searches. With --tasks: the results of lm-evaluation-harness."""
     from ..recipe.presets import recipe_path
 
+    recipe, teacher = recipe or "", model_name(teacher) if teacher else ""
     run, own = Path(recipe), list[str]()
     of_run = bool(recipe) and (run / "run.json").is_file()
-    teacher = teacher and model_name(teacher)
     if recipe and not of_run:
         recipe_path(recipe)
     with starting():

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..convert import separate
 from ..data.augment import augmentation
 from ..data.batches import check_there, source_hash
@@ -27,7 +29,7 @@ from ..terminal.output import size
 from ..terminal.progress import progress
 from ..train.runs import Position, Run, processes, read_position
 from ..train.runtime import prompts_of, to_source
-from ..train.session import check_model
+from ..train.session import check_graphs, check_model
 from ..train.teacher import check_teacher
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def check_fit(job: Job, model: Any) -> None:
 def check_before_start(job: Job) -> None:
     """All that can be refused of a job before its folder is opened."""
     check_fit(job, job.model)
+    check_graphs(job.recipe, torch.device(job.device.kind), processes(), job.model)
     check_resources(job)
     check_text(job.recipe)
 

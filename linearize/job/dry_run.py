@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint.manifest import plan_in
 from ..checkpoint.provenance import trained_before
 from ..convert import slower
@@ -21,7 +23,7 @@ from ..terminal.progress import progress
 from ..terminal.tables import chosen_options
 from ..train.runs import processes
 from ..train.runtime import Say, check_divided
-from ..train.session import stage_notes
+from ..train.session import check_graphs, stage_notes
 from ..train.teacher import teacher_line
 from .checks import check_fit, check_packages, check_text
 from .notes import data_summary, loading_dtype_note, not_held_out, note_of_run, say_rounding, unreachable_data_note
@@ -64,6 +66,10 @@ def dry_run(
                 check_divided(recipe, zero=sharded("DEEPSPEED"))
             rehearsal = job.rehearse(advance=advance)
             check_fit(job, rehearsal.model)
+            try:
+                check_graphs(recipe, torch.device(device.kind), processes(), rehearsal.model)
+            except LinearizeError as error:
+                say(f"note: a real run is refused: {error.message}")
             if resume is not None:
                 check_text(recipe, check_first_rows)
                 if note := unreachable_data_note(recipe):

@@ -274,6 +274,8 @@ def generate(
     sampled = sampling.temperature > 0
     style: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1}
     if chat:
+        if not prompt:  # a variable of the shell without a value; the template would ask all the same
+            raise LinearizeError("the message is empty; give some text")
         given = prompt_ids(tokenizer, [{"role": "user", "content": prompt}], "--chat")
         style["eos_token_id"] = end_tokens(model, tokenizer)
     else:

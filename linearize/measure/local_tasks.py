@@ -64,6 +64,8 @@ def parse_local(text: str) -> Local | None:
             f"--tasks {text}: no task of that name reads a file.{did_you_mean(name, FORMS)} {FROM_FILE}. For others "
             "write a file.yaml with a task of your own"
         )
+    if not path.strip():  # Path would read it as this folder
+        raise LinearizeError(f"--tasks {text}: no file is named. Write {name}=FILE.jsonl")
     one = Local(name, Path(path).expanduser())
     if not one.path.is_file():
         check_file(one.path)

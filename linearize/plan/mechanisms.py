@@ -58,6 +58,12 @@ def known_options(mixer: Any, base: str | None = None) -> Mapping[str, tuple[Any
 RENAMED_OPTIONS = {"features": "feature_map", "phi": "feature_map", "gate_heads": "state_heads"}
 
 
+def present_option(option: str) -> str:
+    """The present name of an option that may have its old one, with the layers that it is for: `phi@0-3`."""
+    name, at, layers = option.partition("@")
+    return RENAMED_OPTIONS.get(name, name) + at + layers
+
+
 # Values that were renamed, by option, for mechanisms where it is a choice now: old value -> new.
 RENAMED_VALUES: dict[str, dict[Any, str]] = {
     "rope": {True: "before", False: "off", "true": "before", "false": "off", "True": "before", "False": "off"}
@@ -68,20 +74,25 @@ def renamed_options(name: str, options: dict[str, Any]) -> dict[str, str]:
     """Those of `options` that mechanism `name` had under another name: old -> new."""
     mixer, base = load_mechanism(name), options.get("base")
     known = known_options(mixer, base if base in mixer.bases else None)
-    new = {old: RENAMED_OPTIONS[old] for old in options if old in RENAMED_OPTIONS and old not in known}
-    return {old: present for old, present in new.items() if present in known}
+    new = {old: present_option(old) for old in options if present_option(old) != old}
+    return {old: present for old, present in new.items() if present.partition("@")[0] in known}
 
 
 def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """`options` of mechanism `name` under the names and with the values that they have now; unknown ones stay as they
-    are."""
+    are. Raises LinearizeError (exit 2) for an option that is given by two of its names."""
     mixer, base = load_mechanism(name), options.get("base")
     known = known_options(mixer, base if base in mixer.bases else None)
-    renamed = renamed_options(name, options)
-    named = {renamed.get(option, option): value for option, value in options.items()}
+    renamed, named = renamed_options(name, options), {}
+    for option, value in options.items():
+        present = renamed.get(option, option)
+        if present in named:
+            both = " and ".join(one for one in options if renamed.get(one, one) == present)
+            raise LinearizeError(f"{both} are one option of {name}, which is called {present} now. Give it once")
+        named[present] = value
     for option, values in RENAMED_VALUES.items():
         if option in named and option in known and set(values.values()) <= set(typing.get_args(known[option][0])):
-            named[option] = values.get(named[option], named[option])
+            named[option] = next((new for old, new in values.items() if old == named[option]), named[option])
     return named
 
 

@@ -16,7 +16,7 @@ from ..terminal.output import counted, layers_named, ranges
 from .dropped_features import dropped_features
 from .heads import Group
 from .keep import LOCAL, SINK, Choice, KeptWindow, WindowChoice, is_auto
-from .mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
+from .mechanisms import build_mixer, load_mechanism, mechanism_names, present_options, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written
 FORMS = {"--layers": LAYERS, "--keep-softmax": "0-3,7 or every:4 or every:4:3 or auto:2", "--restore": "0-3,7"}
@@ -392,7 +392,7 @@ def make_steps(sites: list[AttentionSite], mechanism: str, given: dict[str, Any]
 
     Raises LinearizeError: 2 for unknown names and bad options, 3 for an unfit mechanism.
     """
-    given = dict(given)
+    given = present_options(mechanism, given)
     sr = given.pop("sr", None)
     if sr not in (None, "keep", "drop"):
         raise LinearizeError(f"sr={sr}: must be keep or drop")

@@ -55,9 +55,9 @@ __all__ = [
 ]
 
 # What changes no weight, and may differ from the run's own recipe whenever it goes on.
-FREE = ("checkpoint", "eval", "track", "finish")
+FREE = ("checkpoint", "eval", "track", "finish", "output_dir")
 # What may differ when a checkpoint is named: nothing that decides what is in it.
-CHANGEABLE = ("runtime", "checkpoint", "eval", "track", "finish")
+CHANGEABLE = ("runtime", *FREE)
 CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 
 # What pydantic puts into an error's path to tell a union's members apart.
@@ -326,7 +326,7 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
         return f"must be {_DUE[kind].format(**context)}, not {found}{quote}"
     if kind in ("literal_error", "union_tag_invalid"):
         expected = context.get("expected") or context["expected_tags"]
-        choices = re.findall(r"'([^']*)'", expected) or [expected]
+        choices = [word.strip("'").lower() for word in re.findall(r"'[^']*'|True|False", expected)] or [expected]
         value = value if kind == "literal_error" else value[keys[-1]]
         near = did_you_mean(str(value), choices)
         return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"

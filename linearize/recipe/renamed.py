@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..plan.mechanisms import present_option
+
 # (Key of the mapping around it, old name) -> present name.
 RENAMED = {
     ("batch", "accumulate"): "gradient_accumulation_steps",
@@ -16,6 +18,8 @@ RENAMED = {
 
 def present_key(around: Any, key: str) -> str:
     """The present name of a key in the mapping that is the value of `around`."""
+    if around == "options":  # of a mechanism
+        return present_option(key)
     return RENAMED.get((around, key), key)
 
 

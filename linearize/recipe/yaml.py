@@ -182,6 +182,7 @@ class Document:
         if isinstance(node, yaml.SequenceNode):
             return [self._build(child, (*keys, i), source) for i, child in enumerate(node.value)]
         data: dict[str, Any] = {}
+        written: dict[str, str] = {}  # the name in the file, which may be an old one
         for key_node, value_node in node.value:
             where = _where(key_node, source)
             if not isinstance(key_node, yaml.ScalarNode):
@@ -190,9 +191,11 @@ class Document:
             key = present_key(keys[-1] if keys else None, key_node.value)
             child = (*keys, key)
             if key in data:
-                first = self._key_marks[child]
-                self._note(where, child, f"duplicate key, first at {first.line}:{first.column}")
+                first, names = self._key_marks[child], {written[key], key_node.value}
+                other = f": {written[key]} and {key_node.value} are one" if len(names) > 1 else ""
+                self._note(where, child, f"duplicate key, first at {first.line}:{first.column}{other}")
                 continue
+            written[key] = key_node.value
             self._key_marks[child] = where
             data[key] = self._build(value_node, child, source)
         return data

@@ -39,6 +39,13 @@ def run(word: str | Path) -> Path:
     return path(word)
 
 
+def non_empty(word: str) -> str:
+    """The value of an option that is left out where it has none. Raises LinearizeError (exit 2) for an empty one."""
+    if not word.strip():
+        raise LinearizeError("the value of an option is empty. Give one, or leave the option out")
+    return word
+
+
 def model(word: str) -> str:
     """The folder or Hub id of a model. Raises LinearizeError: 2 for an empty word, 3 for what is neither, a name that
     no folder here has and no repository can have. That is known before torch is imported."""

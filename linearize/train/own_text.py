@@ -66,6 +66,8 @@ def find_prompts(asked: OwnText, source: TextSource | None, tokenizer: Any) -> l
             found.append(Prompt(start + ids, ids))
         elif messages := asked_of(document):
             found.append(Prompt(prompt_ids(tokenizer, messages, where), [], messages))
+    if not found:
+        raise LinearizeError(f"{source}: no conversation begins with a message that the assistant answers")
     most = max(asked.length, asked.prompt_tokens + len(start))
     kept = [prompt for prompt in found if 0 < len(prompt.ids) <= most]
     if not kept:
@@ -137,7 +139,7 @@ def write_own_text(
 ) -> None:
     """Write the shards that are missing. Raises LinearizeError: 2 for prompts, 3 for a model without a chat template, 4
     for a disk, 6 for a teacher that writes nothing."""
-    written = sum(row["tokens"] for shard in shards_of(folder) for row in rows_in(shard))
+    written = tokens_from(folder, 0)
     if written >= asked.tokens:
         return
     prompts = find_prompts(asked, source, tokenizer)
@@ -162,12 +164,13 @@ def write_own_text(
             rows = [row for row in rows if row["tokens"]]
             empty = 0 if rows else empty + 1
             if empty == EMPTY:
-                message = (
-                    f"the teacher wrote nothing in {EMPTY} batches of {batch}. Choose other prompts, or stop: never"
+                remedy = (
+                    "give prompts in a file" if chat else "choose other prompts, or set data.train.teacher.stop=never"
                 )
+                message = f"the teacher wrote nothing in {EMPTY} batches of {batch}: {remedy}"
                 raise LinearizeError(message, Exit.CHECK_FAILED)
             write_atomically(folder / f"{number:05d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-            new = sum(row["tokens"] for row in rows)
+            new = tokens_from(folder, number)  # also of later ones, where one in between was lost
             advance(min(new, asked.tokens - written))
             written += new
     if model.device.type == "cuda":  # compiled steps hold memory that training needs
@@ -218,12 +221,18 @@ def shards_of(folder: Path) -> list[Path]:
     return [*there()]
 
 
+def tokens_from(folder: Path, number: int) -> int:
+    """The tokens of all shards from that number on."""
+    return sum(row["tokens"] for shard in shards_of(folder)[number:] for row in rows_in(shard))
+
+
 def rows_in(shard: Path) -> list[dict[str, Any]]:
-    """The rows of a shard. Raises LinearizeError (exit 4) for one that is damaged."""
+    """The rows of a shard. Raises LinearizeError (exit 2) for one that is damaged."""
     with undamaged(shard, "Delete it, and it is written again"):
         rows = [json.loads(line) for line in shard.read_text("utf-8").split("\n") if line]
         for row in rows:
-            _ = row["tokens"] + 0
+            if type(row["tokens"]) is not int or not isinstance(row.get("text", row.get("messages")), str | list):
+                raise TypeError("a row without a text and its number of tokens")
     return rows
 
 
@@ -232,8 +241,11 @@ def batch_of(folder: Path, model: Any, asked: OwnText, width: int) -> int:
     record = folder / BATCH
     if record.is_file():
         with undamaged(record, f"Delete {folder}, and its text is written again"):
-            return int(json.loads(record.read_text("utf-8"))["batch"])
-    batch = asked.batch or min(fitting(model, width), -(-asked.tokens // asked.length))
+            batch = int(json.loads(record.read_text("utf-8"))["batch"])
+            if batch < 1:
+                raise ValueError(f"a batch of {batch}")
+            return batch
+    batch = min(asked.batch or fitting(model, width), -(-asked.tokens // asked.length))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomically(record, json.dumps({"batch": batch}))

@@ -124,11 +124,7 @@ class Finetuner:
             if self.sharded and own_texts(self.recipe.data_for(stage)):
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
                 raise IncompatibleError(f"{message}, then give data.train the files in its cache")
-            reason = unrecordable(self.recipe, stage, self.device, self.accelerator.num_processes, kind_of(self.model))
-            if reason and self.recipe.runtime.graphs is True:
-                raise IncompatibleError(
-                    f"{stage.name}: runtime.graphs is true, and {reason}. Set it to auto, which leaves such steps plain"
-                )
+        check_graphs(self.recipe, self.device, self.accelerator.num_processes, self.model)
         for note in stage_notes(
             self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
         ):
@@ -548,8 +544,9 @@ def own_texts(data: Data) -> list[TeacherSource]:
 
 
 def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]]) -> list[str]:
-    """Notes on stages whose rows are longer than what a model of text was made for, or whose steps, of so many samples,
-    see so few images that their gradients are mostly chance: one for all stages of which it says the same.
+    """Notes on stages whose rows, or texts that the teacher writes, are longer than what a model was made for, or whose
+    steps, of so many samples, see so few images that their gradients are mostly chance: one for all stages of which it
+    says the same.
 
     A step of text has thousands of tokens to predict, one of images a class or a vector each.
     """
@@ -557,7 +554,9 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]])
     known = None if images else longest_text(model)
     found: dict[str, list[str]] = {}
     for stage, samples in stages:
-        length = recipe.data_for(stage).pack.seq_len
+        data = recipe.data_for(stage)
+        length = data.pack.seq_len
+        written = max((part.teacher.length for part in own_texts(data)), default=0) if recipe.teacher is None else 0
         if images and samples < FEW_IMAGES:
             message = f"a step sees {counted(samples, 'image')}, and gradients of so few may not converge. Give it "
             message += (
@@ -566,10 +565,21 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]])
         elif known is not None and length > known:
             message = f"rows have {length:,} tokens, and {type(model).__name__} was made for {known:,} "
             message += f"(max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
+        elif known is not None and written > known:
+            message = f"the teacher writes {written:,} tokens of a text, and {type(model).__name__} was made for "
+            message += f"{known:,} (max_position_embeddings). Set data.train.teacher.length={known}"
         else:
             continue
         found.setdefault(message, []).append(stage.name)
     return [f"note: {', '.join(names)}: {message}" for message, names in found.items()]
+
+
+def check_graphs(recipe: Recipe, device: torch.device, processes: int, model: Any) -> None:
+    """Refuse (exit 3) `runtime.graphs: true` for stages whose steps cannot be recorded."""
+    for stage in recipe.stages if recipe.runtime.graphs is True else ():
+        if reason := unrecordable(recipe, stage, device, processes, kind_of(model)):
+            message = f"{stage.name}: runtime.graphs is true, and {reason}"
+            raise LinearizeError(f"{message}. Set it to auto, which leaves such steps plain", Exit.INCOMPATIBLE)
 
 
 def check_drop_path(model: Any, stage: SFT) -> None:

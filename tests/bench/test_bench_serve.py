@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import Command, holds
+from models import HYBRID, copied
 
 from linearize.bench import serve
 from linearize.errors import Exit, LinearizeError
 
+if TYPE_CHECKING:
+    from models import Zoo
+
 # What stands for serve_engine.py: it writes the result that its arguments ask for.
 ENGINE = """
-import json, sys
+import json, subprocess, sys, time
 asked = json.loads(sys.argv[1])
+if asked["options"].get("sleep"):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    sys.stdout.buffer.write(b"child %d of half a letter \\xe2\\x96" % child.pid); sys.stdout.flush(); time.sleep(60)
 if code := asked["options"].get("fail"):
     print("a traceback"); print("bench serve: the card is full"); sys.exit(code)
 quick = 2.0 if "linear" in asked["model"] else 1.0
 figures = {"step_ms": 3.0 / quick, "written_tokens_s": 1000 * quick, "read_tokens_s": 5e4}
 result = {"start_s": 60.0, "first_request_s": 0.02, "tenth_request_s": 0.01, "fits": {"32768": 100 * quick}}
 result["loads"] = {f"{n} x {t}": figures for n, t in asked["loads"]}
+result["trusted"] = asked["options"]["trust_remote_code"]
 result["machine"] = {"device": "a card", "vllm": "0", "torch": "2"}
 open(asked["result"], "w").write(json.dumps(result))
 """
@@ -31,12 +45,17 @@ open(asked["result"], "w").write(json.dumps(result))
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run ENGINE in place of vLLM; the models that were looked for before."""
     sources: list[str] = []
-    script, run = tmp_path / "engine.py", serve.subprocess.run
+    script, start = tmp_path / "engine.py", subprocess.Popen
     script.write_text(ENGINE)
     monkeypatch.setattr(serve, "is_installed", lambda name: True)
-    monkeypatch.setattr(serve, "open_source", lambda model, *_, **__: sources.append(model))
+
+    def opened(model: str, *_: Any, **__: Any) -> Any:
+        sources.append(model)
+        return SimpleNamespace(folder=Path(model))
+
+    monkeypatch.setattr(serve, "open_source", opened)
     monkeypatch.setattr(
-        serve.subprocess, "run", lambda command, **more: run([sys.executable, str(script), command[-1]], **more)
+        serve.subprocess, "Popen", lambda command, **more: start([sys.executable, str(script), command[-1]], **more)
     )
     return sources
 
@@ -88,7 +107,46 @@ def test_loads_are_requests_by_tokens(given: str) -> None:
     assert raised.value.code == Exit.USAGE
 
 
-@pytest.mark.parametrize("given", ["dtype", "=1", "a b=1", "dtype={", "dtype=!!python/object:os.system x"])
+@pytest.mark.usefixtures("engine")
+def test_code_of_a_model_runs_in_the_engine_only_when_trusted(zoo: Zoo, tmp_path: Path) -> None:
+    """That of a converted folder is known; what vLLM may do with any other model is for the person to say."""
+    folder = copied(zoo.folders("llama", HYBRID)[1], tmp_path / "folder")
+    models = [str(tmp_path), str(folder)]
+
+    def trusted(**how: bool) -> list[bool]:
+        return [one["trusted"] for one in serve.bench_serve(models, **how)["models"].values()]
+
+    assert trusted() == [False, True]
+    assert trusted(trust_remote_code=True) == [True, True]
+    with (folder / "gsa.py").open("a") as file:
+        file.write("print(1)\n")
+    assert trusted(trust_remote_code=True) == [True, True]
+    with pytest.raises(LinearizeError) as raised:
+        trusted()
+    assert (raised.value.code, holds(raised.value.message, "gsa.py", "--trust-remote-code")) == (3, True)
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_engine_that_takes_too_long_ends_with_all_that_it_started() -> None:
+    with pytest.raises(LinearizeError) as raised:
+        serve.bench_serve(["m"], options={"sleep": True}, timeout=1.5)
+    assert raised.value.code == Exit.CHECK_FAILED
+    child = re.search(r"child (\d+) of half a letter", raised.value.message)
+    assert child
+    state, until = Path("/proc", child[1], "stat"), time.monotonic() + 20
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while ") Z " not in state.read_text():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("dtype", "=1", "a b=1", "dtype={", "dtype=!!python/object:os.system x"),
+        *("model=other", "seed=2026-01-31", "seed=2026-13-31"),
+    ],
+)
 def test_options_of_the_engine_are_key_and_value(given: str) -> None:
     assert serve.parse_options(["a=1", "b=x", "c={d: 2}"]) == {"a": 1, "b": "x", "c": {"d": 2}}
     with pytest.raises(LinearizeError) as raised:

@@ -42,7 +42,7 @@ def write_gguf(
     model = small_model(name, vocab_size=size, intermediate_size=64, eos_token_id=size - 1, bos_token_id=size - 1)
     config = model.config
     writer = gguf.GGUFWriter(path, facts.pop("architecture", name))
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(facts.pop("layers", config.num_hidden_layers))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -151,6 +151,7 @@ def test_inspect_and_estimate_take_a_file(tmp_path: Path, linearize: Command) ->
 MORE = {"rope_factors_long.weight": torch.ones(4)}
 REFUSED: list[tuple[Facts, tuple[str, ...]]] = [
     ({"architecture": "granitehybrid"}, ("granitehybrid", "llama", "qwen3")),
+    ({"layers": 10**9}, ("1,000,000,000", "Download")),
     ({"split_count": 3}, ("3", "llama-gguf-split --merge")),
     ({"llama_rope_scaling_type": "yarn"}, ("yarn",)),
     ({"more": MORE}, ("rope_factors_long.weight",)),

@@ -180,6 +180,7 @@ def test_wrong_usage_is_told_on_stderr(linearize: Command, arguments: list[str],
         ["finetune", ""],
         ["logits", "demo", "-o", ""],
         ["bench", "kernels", "--save", ""],
+        *(["eval", "x", option, ""] for option in ("--teacher", "--recipe", "--tasks")),
     ],
     ids=" ".join,
 )

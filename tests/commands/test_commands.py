@@ -174,6 +174,8 @@ def test_chat_needs_a_template(folder: Path, linearize: Command, tmp_path: Path)
     code, out, err = linearize("generate", tmp_path / "plain", "x", "--chat")
     assert (code, out) == (Exit.INCOMPATIBLE, "")
     assert holds(err, "--chat", "chat_template.jinja")
+    code, out, err = linearize("generate", folder, "", "--chat")
+    assert (code, out, holds(err, "empty")) == (Exit.USAGE, "", True)
 
 
 def test_a_model_saved_again_is_known(linearize: Command, folder: Path, tmp_path: Path) -> None:

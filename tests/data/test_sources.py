@@ -70,7 +70,13 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 @pytest.mark.parametrize(
-    ("line", "words"), [(b'{"text": "a\xff"}', r":3:12: not UTF-8 \(byte 0xff\)"), (b'{"text": ', r":3:\d+: not JSON")]
+    ("line", "words"),
+    [
+        (b'{"text": "a\xff"}', r":3:12: not UTF-8 \(byte 0xff\)"),
+        (b'{"text": ', r":3:\d+: not JSON"),
+        (b'{"text": "a", "id": ' + b"9" * 5000 + b"}", r":3: a number"),
+    ],
+    ids=["bytes", "cut", "digits"],
 )
 def test_an_unreadable_line_names_itself(tmp_path: Path, name: str, line: bytes, words: str) -> None:
     lines = LINES.splitlines()

@@ -195,6 +195,7 @@ def test_refusals_before_a_model_is_loaded(
         (f"winogrande={path}", ("winogrande", ".yaml")),
         (f"piqa={tmp_path / 'row.jsonl'}", ("no such file", "/rows.jsonl'")),
         (f"piqa={tmp_path}", ("no such file",)),
+        ("piqa=", ("piqa=FILE",)),
         (f"piqa={path},piqa={tmp_path / 'rows.jsonl.gz'}", ("piqa", "twice")),
         (f"piqa={tmp_path / 'rows.jsonl.xz'}", (".jsonl.gz", "compressed", "unpack")),
         (f"piqa={empty}", ("no rows",)),

@@ -572,6 +572,7 @@ def test_override_repairs_the_file(tmp_path: Path) -> None:
         ("stages.logit_kl.optimizer={lr: 1, lrr: 1}", ": lrr: unknown key. Did you mean 'lr'?"),  # not stages[1]
         ("stage.logit_kl.steps=1", ": stage: unknown key. Did you mean 'stages'?"),
         ("seed=x", ": must be a whole number, not 'x'"),
+        ("runtime.graphs=maybe", ": must be auto | true | false, not 'maybe'"),
         ("model.dtype={a: 1}", ": must be float32 | bfloat16 | float16, not a mapping"),
         ("seed", ": expected key.sub=value"),
         ("=3", ": expected key.sub=value"),

@@ -69,7 +69,29 @@ def test_an_override_by_an_old_name_replaces_the_present_key(tmp_path: Path) -> 
 def test_both_names_of_a_key_are_one_too_many(tmp_path: Path, around: str, before: str) -> None:
     recipe = values(old=False)
     (recipe if around == "checkpoint" else recipe["stages"][0])[around][before] = VALUES[RENAMED[around, before]]
-    with pytest.raises(LinearizeError, match=RENAMED[around, before]):
+    with pytest.raises(LinearizeError, match=f"{RENAMED[around, before]} and {before} are one"):
         load_recipe(written(tmp_path, recipe))
     with pytest.raises(ValueError, match=before):
         Recipe.model_validate(recipe)
+
+
+@pytest.mark.parametrize("layers", ["", "@0-3"])
+def test_options_of_a_mechanism_have_one_name_too(tmp_path: Path, layers: str) -> None:
+    old, other, present = (name + layers for name in ("phi", "features", "feature_map"))
+
+    def read(options: dict[str, Any], *overrides: str) -> Any:
+        convert = {"mechanism": "gla", "options": options}
+        return load_recipe(written(tmp_path, values(old=False) | {"convert": convert}), overrides)
+
+    assert read({old: "elu"}).convert.options == {present: "elu"}
+    if not layers:
+        assert read({old: "elu"}, "convert.options.feature_map=relu").convert.options == {present: "relu"}
+    for one, another in ((old, present), (present, old), (old, other)):
+        with pytest.raises(LinearizeError, match=f"{one} and {another} are one"):
+            read({one: "elu", another: "relu"})
+
+
+def test_a_list_is_no_value_of_an_option_whose_values_were_renamed(tmp_path: Path) -> None:
+    convert = {"mechanism": "gla", "options": {"rope": ["off"]}}
+    with pytest.raises(LinearizeError, match="rope: must be one of"):
+        load_recipe(written(tmp_path, values(old=False) | {"convert": convert}))

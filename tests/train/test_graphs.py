@@ -16,6 +16,7 @@ from training import base, make_recipe, metrics, same, stage, tensors, train
 
 from linearize.errors import LinearizeError
 from linearize.finetune import finetune
+from linearize.job.dry_run import dry_run
 from linearize.train import graphs, loop, runtime, session
 
 STEPS = 6
@@ -135,6 +136,17 @@ def test_what_is_asked_for_and_cannot_be_is_refused(root: Path, tmp_path: Path) 
     with pytest.raises(LinearizeError, match=r"logit_kl: runtime\.graphs.*GPU.*auto"):
         train(recipe)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_it_is_refused_before_the_conversion_and_told_by_a_dry_run(root: Path, tmp_path: Path) -> None:
+    how = {"convert": {"mechanism": "la"}, "runtime": {"device": "cpu", "graphs": True}}
+    recipe = make_recipe(tmp_path, base(root, "llama").parent / "source", stage("logit_kl"), **how)
+    with pytest.raises(LinearizeError, match=r"runtime\.graphs"):
+        train(recipe)
+    assert not (tmp_path / "run").exists()
+    told = list[str]()
+    dry_run(recipe, told.append)
+    assert any("refused" in line and "runtime.graphs" in line for line in told)
 
 
 def test_checkpointing_is_none_of_a_transfer(root: Path, tmp_path: Path) -> None:

@@ -138,10 +138,26 @@ def test_what_cannot_be_written_is_named(root: Path, teacher: Any, tmp_path: Pat
     assert (caught.value.code, holds(str(caught.value), "chat template", "prompts")) == (Exit.INCOMPATIBLE, True)
     ends = list(range(len(BYTES) + 1))
     before, teacher.generation_config.eos_token_id = teacher.generation_config.eos_token_id, ends
-    with pytest.raises(LinearizeError) as caught:
-        write(teacher, tmp_path / "b")
+    for name, prompts, remedy in (("b", None, "stop=never"), ("c", "chat", "in a file")):
+        with pytest.raises(LinearizeError) as caught:
+            write(teacher, tmp_path / name, prompts=prompts)
+        assert (caught.value.code, holds(str(caught.value), "prompts", remedy)) == (Exit.CHECK_FAILED, True)
     teacher.generation_config.eos_token_id = before
-    assert (caught.value.code, holds(str(caught.value), "prompts", "stop: never")) == (Exit.CHECK_FAILED, True)
+    (tmp_path / "greeting.jsonl").write_text('{"messages": [{"role": "assistant", "content": "hi"}]}\n')
+    with pytest.raises(LinearizeError) as caught:
+        find_prompts(OwnText(tokens=1), TextSource(files=(tmp_path / "greeting.jsonl",)), plain)
+    assert holds(str(caught.value), "greeting.jsonl", "answers")
+
+
+def test_a_batch_is_no_larger_than_what_is_asked_for(teacher: Any, tmp_path: Path) -> None:
+    assert len(write(teacher, tmp_path, batch=1000, stop="never")) == -(-100 // 16)
+
+
+def test_texts_longer_than_the_model_was_made_for_have_a_note(root: Path, tmp_path: Path) -> None:
+    told = list[str]()
+    data = {"train": {"teacher": {"tokens": 600, "length": 300}}, "pack": {"seq_len": T}}
+    dry_run(recipe_of(tmp_path, root, stage("logit_kl", steps=1), data=data, finish={"verify": False}), told.append)
+    assert any(holds(line, "note", "300", "256", "data.train.teacher.length=256") for line in told)
 
 
 # ---------------------------------------------------------------- in a run
@@ -170,6 +186,31 @@ def test_a_run_without_data(root: Path, tmp_path: Path) -> None:
     finetune(recipe_of(tmp_path, root), resume="never", say=again.append)
     assert not [line for line in again if "the teacher wrote" in line]
     assert metrics(tmp_path) == first
+
+
+def test_a_shard_that_was_lost_is_written_again_and_no_more(teacher: Any, tmp_path: Path) -> None:
+    rows = write(teacher, tmp_path)
+    shards = shards_of(tmp_path)
+    assert len(shards) > 2
+    shards[1].unlink()
+    assert write(teacher, tmp_path) == rows
+    assert shards_of(tmp_path) == shards
+
+
+ROWS = ['{"tokens": 5}', '{"text": 7, "tokens": 5}', '{"text": "a", "tokens": 1e400}', '{"text": "a", "tokens": true}']
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*(("00000.jsonl", f"{row}\n") for row in [*ROWS, "[1]", '{"te']), ("batch.json", '{"batch": 0}')],
+    ids=str,
+)
+def test_a_damaged_file_is_named(teacher: Any, tmp_path: Path, name: str, text: str) -> None:
+    write(teacher, tmp_path, tokens=20)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(LinearizeError) as error:
+        write(teacher, tmp_path, tokens=200)
+    assert holds(error.value.message, str(tmp_path), "damaged", "Delete")
 
 
 def test_what_was_written_stays_where_the_run_is_interrupted(

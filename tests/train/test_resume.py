@@ -549,13 +549,19 @@ def test_never_starts_over(root: Path, whole: Path, tmp_path: Path, monkeypatch:
     assert_as_undisturbed(tmp_path, whole)
 
 
+def test_a_run_whose_folder_was_moved_goes_on(
+    root: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halfway(tmp_path / "before", root, monkeypatch)
+    recipe = recipe_in(tmp_path / "now", root)
+    shutil.move(tmp_path / "before" / "run", tmp_path / "now" / "run")
+    train(recipe)
+    assert_as_undisturbed(tmp_path / "now", whole)
+
+
 def test_a_finished_run_says_so(root: Path, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     recipe = recipe_in(tmp_path, root)
-    shutil.copyfile(whole / "run" / "run.json", tmp_path / "run" / "run.json")
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    record["recipe"]["output_dir"] = recipe.output_dir
-    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     messages: list[str] = []
     report = finetune(recipe, say=messages.append)
