@@ -538,8 +538,8 @@ class Window(nn.Module):
         if state is not None and not wants_gradients(far, gate) and not _step_obstacle(q, k, v, layout.segments, state):
             share = None if self.shared else self.near_share
             beside: Any = far, gate, self.far_logit, share, mass, layout.padding
-            o, _, ring = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows)
-            return o, ring
+            o, _, after = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows)
+            return o, after
         near, own_mass, ring = self.attend(q, k, v, layout, state)
         o = self.blended(far, mass, near, own_mass, self.far_logit.float() + gate.float())
         if layout.rows is not None:  # of padding log Z may be anything
