@@ -1,4 +1,4 @@
-"""Blocks of diffusion transformers, attention and MLP, with a linear mechanism or SDPA, on random weights in bf16.
+"""Blocks of vision and diffusion transformers, attention and MLP, with a mechanism or SDPA, on random weights in bf16.
 
 What conditions a block (a step of time, text) and rotary embedding are left out.
 """
@@ -29,12 +29,13 @@ class BlockShape(NamedTuple):
 
 
 # The twelve blocks of DiT-S/2 for 256, 1,024 and 4,096 tokens (256, 512 and 1,024 pixels), 32 images; a block of
-# Wan2.1-1.3B for 81 frames of 480x800.
+# Wan2.1-1.3B for 81 frames of 480x800; the twelve blocks of DeiT-T at 224 pixels, 256 images, without its class token.
 BLOCKS = {
     "dit-256": BlockShape(32, (16, 16), 6, 64, 1536, 12),
     "dit-1024": BlockShape(32, (32, 32), 6, 64, 1536, 12),
     "dit-4096": BlockShape(32, (64, 64), 6, 64, 1536, 12),
     "wan": BlockShape(1, (21, 30, 50), 12, 128, 8960, 1),
+    "deit-t": BlockShape(256, (14, 14), 3, 64, 768, 12),
 }
 
 

@@ -140,7 +140,7 @@ class Mixer(nn.Module):
         "gate_std": "standard deviation of the gates' weights at the start",
         "gate_rank": "rank of the map from hidden states to gates",
         "chunk_size": "tokens in a chunk of the PyTorch path; it does not change results",
-        "window": "exact softmax over this many last tokens beside the mechanism (0: none); causal models only",
+        "window": "exact softmax over this many last tokens beside the mechanism (0: none); in encoders on each side",
         "sink": "exact softmax also over this many first tokens of each document; needs a window",
     }
     # Mechanisms that the option `base` can choose. With **options in the signature the base's options count too.
@@ -168,13 +168,16 @@ class Mixer(nn.Module):
         """Window and sink add (sink + window) * key heads * (D + Dv) numbers in the model's dtype, and 8 bytes, to the
         state.
 
-        Raises ValueError for a window where attention is bidirectional or rope is off, or a sink without a window.
+        Raises ValueError for a window where attention is bidirectional and tokens lie on no line, or rope is off, and
+        for a sink without a window or, where attention is bidirectional, longer than it.
         """
         super().__init__()
         if sink and not window:
             raise ValueError(f"sink={sink}: first tokens stay exact beside a window; set window too")
-        if window and not site.causal:
-            raise ValueError(f"window={window}: this attention is bidirectional; a window looks back only. Set window=0")
+        if window and not site.causal and site.grid != "line":
+            raise ValueError(f"window={window}: a bidirectional window is one of text, whose tokens lie on a line. Set window=0")
+        if window and not site.causal and sink > window:
+            raise ValueError(f"sink={sink}: at most window={window} first tokens where attention is bidirectional")
         if window and not rope:
             raise ValueError(f"window={window}: exact attention needs the rotary embedding; set rope=true")
         self.site = site
@@ -245,7 +248,7 @@ class Mixer(nn.Module):
         Raises ValueError when a causal mechanism or window is called as bidirectional attention, for rows that do not fit,
         and for rows beside heads that keep softmax.
         """
-        alone = self.near is None and self.softmax is None
+        alone = self.softmax is None and (self.near is None or not self.site.causal)
         if not layout.causal and q.shape[1] > 1 and not (self.bidirectional and alone):
             what = "what stands beside it" if self.bidirectional else self.title
             raise ValueError(f"{self.site.path}: called as bidirectional attention, and {what} looks back only")
@@ -275,7 +278,7 @@ class Mixer(nn.Module):
         if self.near is None:
             return o, far
         o, near = self.near(o, mass, q, k, v, x, layout, near)
-        return o, WindowedState(far, near)
+        return o, None if near is None else WindowedState(far, near)
 
     def _forward_mechanism(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any

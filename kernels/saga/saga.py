@@ -243,8 +243,9 @@ class SelectiveGates(Mixer):
         gates: Literal["both", "key", "value", "none"] = "both",
         output_gate: bool = True,
         rope: bool = True,
+        **near: int,
     ) -> None:
-        super().__init__(site, rope=rope)
+        super().__init__(site, rope, **near)
         self.feature_map = feature_map
         self.norm: Norm = norm if norm != "mean" else "count" if feature_map == "identity" else "mass"
         E, Dv = site.kv_heads, site.value_dim

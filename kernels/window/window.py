@@ -2,6 +2,8 @@
 
     near_t = sum_{i <= S or t-W < i <= t} softmax_i(c q_t.k_i) v_i        o_t = w far_t + (1 - w) near_t
 
+Where attention is bidirectional the window has W tokens on each side, t-W <= i <= t+W, and there is no state.
+
 `far` is what the mechanism computes, over all tokens. How much softmax leaves to the tokens that near_t leaves out
 depends on the token and on Z_t = sum_i e^{c q_t.k_i}: w_t = sigmoid(theta + u.x_t - a log Z_t), with theta, u and a
 learned per head. A mechanism with a normaliser g of its own shares one with the window:
@@ -42,8 +44,8 @@ from .blend import blend
 from .launch import runs_on, window_op
 from .step import pool_op, step_op
 
-# Queries of a block, at most, and scores of some blocks that are made at once.
-BLOCK, SCORES = 256, 2**26
+# Queries of a block, at most, and where documents do not say how many, at least; scores of some blocks made at once.
+BLOCK, SHORT, SCORES = 256, 32, 2**26
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
 THETAS = (-8.0, 24.0, 129)
 
@@ -133,13 +135,62 @@ def _whole(
         before = empty_ring(k, v, sink + W) if state is None else state
         keys, values = torch.cat([before.keys, k], 1), torch.cat([before.values, v], 1)  # [B,S+W+T,..]
         places = once(shared, ("window", W, sink), lambda: _places(before.held, padding, segments, order, sizes))
-        o, mass = _blocks(q, keys, values, places, W, scale)
+        o, mass = _blocks(q, keys, values, places.met, W, scale)
         ring = places.state(keys, values)
     if order is not None and padding is not None:
         back = order.argsort(1)
         o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
         o = o * padding[:, :, None, None]
     return o, mass, ring
+
+
+def window_around(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, sink: int = 0, scale: float, padding: Tensor | None = None, segments:
+    Tensor | None = None, cu_seqlens: Tensor | None = None,
+)-> tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax over the first `sink` real tokens of the same document, at most `window`, and over those at most `window`
+    before or behind: o and log Z as of `window`, whose arguments these are. It runs in PyTorch."""
+    T, S, W = q.shape[1], sink, window
+    if T == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3], dtype=torch.float32)
+    if cu_seqlens is not None:
+        segments = torch.searchsorted(cu_seqlens[1:], torch.arange(T, device=q.device), right=True)[None]
+    order: Tensor | None = None
+    if padding is not None:  # real tokens first, so that places count real tokens only
+        order = padding.logical_not().long().argsort(dim=1, stable=True)
+        q, k, v = (y.take_along_dim(order[:, :, None, None], 1) for y in (q, k, v))
+    shared = segments if padding is None and cu_seqlens is None else None
+    met = once(shared, ("window around", W, S), lambda: _met_around(q, padding, segments, order, (S, W, T)))
+    # Token i is at place S + W + i of S + 2 W + T, and the query beside it meets W places on each side.
+    keys, values = (F.pad(y, (0, 0, 0, 0, S + W, W)) for y in (k, v))
+    o, mass = _blocks(q, keys, values, met, 2 * W, scale)
+    if order is not None and padding is not None:
+        back = order.argsort(1)
+        o, mass = o.take_along_dim(back[:, :, None, None], 1), mass.take_along_dim(back[:, :, None], 1)
+        o = o * padding[:, :, None, None]
+    return o, mass
+
+
+def _met_around(
+    q: Tensor, padding: Tensor | None, segments: Tensor | None, order: Tensor | None, sizes: tuple[int, int, int]
+) -> _Met:
+    """What the queries of `window_around` meet; `order` [B,T] puts real tokens first; `sizes` are S, W, T."""
+    (S, W, T), B, device = sizes, len(q), q.device
+    if segments is not None:
+        segments = numbered(segments)
+        segments = segments if order is None else segments.take_along_dim(order, 1)
+    # A query that is more than W tokens into its document has to stand in the one that its block begins in.
+    c = min(T, BLOCK, max(W, SHORT) if segments is None else W)
+    document, begin = _documents(torch.zeros(B, dtype=torch.long, device=device), padding, segments, W, (B, T))
+    tail = -T % c
+    document = F.pad(document, (0, W + tail), value=-1).unfold(1, 2 * W + c, c)  # [B,N,2W+c]
+    ahead = torch.arange(2 * W + c, device=device) - torch.arange(c, device=device)[:, None]
+    visible = (document[:, :, W : W + c, None] == document[:, :, None, :]) & (ahead >= 0) & (ahead <= 2 * W)
+    # What is at most W tokens away must not count twice.
+    place = F.pad(torch.arange(T, device=device) - begin, (0, tail)).unflatten(1, (-1, c))
+    visible = torch.cat([place[..., None] - W > torch.arange(S, device=device), visible], -1)
+    sinks = S + W + begin[:, ::c, None] + torch.arange(S, device=device)
+    return _Met(~visible, torch.arange(B, device=device)[:, None, None], sinks.clamp_max(S + 2 * W + T - 1))
 
 
 def _each(
@@ -264,18 +315,25 @@ def naive_window(
     return o
 
 
-class _Places(NamedTuple):
-    """What follows from the documents alone; a place is among the state's S+W tokens and the T behind."""
+class _Met(NamedTuple):
+    """What blocks of c queries meet; a place is among S+W tokens and the T behind."""
 
     hidden: Tensor  # [B,N,c,S+W+c] the query does not meet the key
     rows: Tensor  # [B,1,1] the number of each row
     sinks: Tensor  # [B,N,S] places of the first tokens of the document that each block begins in
+
+
+class _Places(NamedTuple):
+    """What follows from the documents alone; the first S+W places are the state's."""
+
+    met: _Met
     last: Tensor  # [B,1,S+W] of what the state after the input holds
     held: Tensor  # [B] how many tokens its document has then
 
     def state(self, keys: Tensor, values: Tensor) -> Ring:
         """The state after the input, from keys and values [B,S+W+T,..]."""
-        return Ring(keys[self.rows, self.last][:, 0], values[self.rows, self.last][:, 0], self.held)
+        rows = self.met.rows
+        return Ring(keys[rows, self.last][:, 0], values[rows, self.last][:, 0], self.held)
 
 
 def _places(
@@ -294,7 +352,7 @@ def _places(
     place = F.pad(torch.arange(T, device=device) - begin, (0, tail)).unflatten(1, (-1, c))
     visible = torch.cat([place[..., None] - W >= torch.arange(S, device=device), visible], -1)
     rows = torch.arange(B, device=device)[:, None, None]
-    return _Places(~visible, rows, _first(begin[:, ::c], sizes), last, held)
+    return _Places(_Met(~visible, rows, _first(begin[:, ::c], sizes)), last, held)
 
 
 def _ends(
@@ -376,11 +434,10 @@ def _documents(
     return torch.cat([torch.where(held, 0, -1), own], 1), begin
 
 
-def _blocks(q: Tensor, keys: Tensor, values: Tensor, places: _Places, W: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of every query to the W tokens that end with itself and to the sink, and its log-normaliser. Without
-    gradients the scores of some blocks at a time are made, SCORES numbers or those of one block."""
-    (B, T, H, _), Hkv = q.shape, keys.shape[2]
-    c = min(W, T, BLOCK)
+def _blocks(q: Tensor, keys: Tensor, values: Tensor, places: _Met, W: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of every query to what it meets of the W tokens and its block, and of the sink, and its
+    log-normaliser. Without gradients the scores of some blocks at a time are made, SCORES numbers or those of one."""
+    (B, T, H, _), Hkv, c = q.shape, keys.shape[2], places.hidden.shape[2]
     S, tail = keys.shape[1] - W - T, -T % c
     q = _lengthened(q, tail).unflatten(1, (-1, c)).unflatten(3, (Hkv, -1))  # [B,N,c,Hkv,G,D]
     last = [_lengthened(y[:, S:], tail).unfold(1, W + c, c) for y in (keys, values)]  # [B,N,Hkv,D,W+c]
@@ -471,7 +528,7 @@ class Window(nn.Module):
     def forward(
         self, far: Tensor, mass: Tensor | None, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state:
         Ring | None,
-    )-> tuple[Tensor, Ring]:  # fmt: skip
+    )-> tuple[Tensor, Ring | None]:  # fmt: skip
         """The mechanism's output `far` [B,T,H,Dv] mixed with exact attention to the window, and the ring.
 
         `mass` [B,T,H]: the mechanism's normaliser, where it has one; `x` [B,T,hidden].
@@ -480,8 +537,8 @@ class Window(nn.Module):
         if state is not None and not wants_gradients(far, gate) and not _step_obstacle(q, k, v, layout.segments, state):
             share = None if self.shared else self.near_share
             beside: Any = far, gate, self.far_logit, share, mass, layout.padding
-            o, _, ring = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows)
-            return o, ring
+            o, _, after = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows)
+            return o, after
         near, own_mass, ring = self.attend(q, k, v, layout, state)
         o = self.blended(far, mass, near, own_mass, self.far_logit.float() + gate.float())
         if layout.rows is not None:  # of padding log Z may be anything
@@ -506,14 +563,17 @@ class Window(nn.Module):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None
-    ) -> tuple[Tensor, Tensor, Ring]:
-        """Exact attention to the window: o [B,T,H,Dv], log Z [B,T,H] fp32, and the ring."""
+    ) -> tuple[Tensor, Tensor, Ring | None]:
+        """Exact attention to the window: o [B,T,H,Dv], log Z [B,T,H] fp32, and the ring; none where it is
+        bidirectional."""
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
-        places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
+        places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments}
         places["cu_seqlens"] = layout.cu_seqlens
         # Autocast would round the scores to half precision.
         with full_precision(q.device):
-            return window(q, k, v, **sizes, **places, state=state)
+            if not layout.causal:
+                return *window_around(q, k, v, **sizes, **places), None
+            return window(q, k, v, **sizes, **places, rows=layout.rows, state=state)
 
     @torch.no_grad()
     def calibrate(

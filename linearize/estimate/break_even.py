@@ -61,10 +61,27 @@ def _side(size: Any) -> Any:
     return tuple(size) if isinstance(size, list | tuple) and len(size) == 2 else None
 
 
+def measured_mechanism(plan: Plan) -> str | None:
+    """The mechanism of a bidirectional plan, where it was measured beside SDPA."""
+    step = plan.linear[0]
+    return None if step.site.causal or step.mechanism not in PAYS["a CPU"] else step.mechanism
+
+
+def speeds(plan: Plan) -> list[str]:
+    """How fast a bidirectional plan's mechanism was beside SDPA, a line for each device; none for other plans."""
+    mechanism = measured_mechanism(plan)
+    return [
+        f"{mechanism} beside softmax on {where}: "
+        + ", ".join(f"{ratio:g}x as fast with {tokens:,} tokens" for tokens, ratio in found[mechanism])
+        for where, found in PAYS.items()
+        if mechanism is not None
+    ]
+
+
 def slower(plan: Plan, config: Any) -> str:
     """A note on a bidirectional plan whose tokens softmax reads faster, on a CPU or on a GPU; empty for others."""
-    mechanism = plan.linear[0].mechanism
-    if plan.linear[0].site.causal or mechanism not in PAYS["a CPU"]:
+    mechanism = measured_mechanism(plan)
+    if mechanism is None:
         return ""
     tokens, from_here = tokens_read(plan, config), {where: break_even_tokens(mechanism, where) for where in PAYS}
     short = tokens is not None and [where for where, most in from_here.items() if tokens < most]

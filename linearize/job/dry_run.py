@@ -13,6 +13,7 @@ from ..convert import slower
 from ..data.documents import check_first_rows
 from ..errors import LinearizeError
 from ..estimate.advice import advise
+from ..estimate.break_even import speeds
 from ..estimate.estimate import refusal, sharded
 from ..estimate.measure import measure_stages
 from ..estimate.memory import Rehearsal
@@ -85,6 +86,8 @@ def dry_run(
             if planned is not None:
                 if note := slower(*planned):
                     say(note)
+                for line in speeds(planned[0]):
+                    say(line)
                 say_plan(planned[0], say)
             elif folder is not None and not recipe.plain:
                 say(f"{Path(base_path(recipe)).name}: {plan_in(folder).attention}")

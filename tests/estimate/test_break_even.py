@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Command, holds
-from transformers import BertConfig, BertModel, SwinConfig, ViTConfig, ViTModel
+from transformers import BertConfig, BertModel, SwinConfig, ViTConfig, ViTForImageClassification, ViTModel
 
 from linearize.convert import plan_conversion, slower
-from linearize.estimate.break_even import PAYS, break_even_tokens
+from linearize.estimate.break_even import PAYS, break_even_tokens, speeds
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -50,6 +51,22 @@ def test_windows_and_causal_models_have_no_note(tmp_path: Path, zoo: object) -> 
     assert slower(*plan_conversion(str(save_source(tmp_path / "llama")), "la")) == ""
 
 
+def test_speeds_name_each_device_and_length(tmp_path: Path, zoo: object) -> None:
+    from models import save_source
+
+    lines = speeds(plan_conversion(str(vit(tmp_path / "vit", 224)), "saga")[0])
+    assert len(lines) == len(PAYS)
+    for line, (where, found) in zip(lines, PAYS.items(), strict=True):
+        assert holds(line, "saga", where, *(f"{tokens:,}" for tokens, _ in found["saga"]))
+    assert speeds(plan_conversion(str(save_source(tmp_path / "llama")), "la")[0]) == []
+
+
 def test_convert_and_estimate_say_it(tmp_path: Path, linearize: Command) -> None:
     folder = vit(tmp_path / "vit", 224)
     assert holds("".join(linearize("convert", folder, "--to", "saga", "--dry-run")[1:]), "softmax", "faster")
+    np.savez(tmp_path / "a.npz", images=np.zeros((4, 224, 224, 3), np.uint8), labels=np.arange(4) % 2)
+    ViTForImageClassification(ViTConfig(**SMALL)).save_pretrained(folder)
+    data = [f"data.{part}={{arrays: {tmp_path / 'a.npz'}}}" for part in ("train", "eval")]
+    code, out, err = linearize("estimate", "vit-saga", f"model.base={folder}", *data)
+    assert code == 0
+    assert holds(out + err, "saga", "16,384", "H200", "0.57")

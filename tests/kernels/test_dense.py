@@ -71,3 +71,25 @@ def test_a_head_of_a_dense_task_keeps_its_outputs_over_a_converted_backbone(
         assert not torch.equal(found, expected)
         with model.teacher():
             torch.testing.assert_close(model(pixel_values=pixels).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_converted_backbone_takes_its_place_in_a_segmenter(tmp_path: Path) -> None:
+    """Converted alone, and put below a head by hand: AutoBackbone asks the Hub for whatever folder it is given."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    own = transformers.Dinov2Config(**sizes, out_features=["stage1", "stage2"])
+    config = transformers.UperNetConfig(
+        backbone_config=own, hidden_size=8, num_labels=3, use_auxiliary_head=False, pool_scales=[1]
+    )
+    segmenter = transformers.UperNetForSemanticSegmentation(config).eval()
+    segmenter.backbone.save_pretrained(tmp_path / "backbone")
+    planned = plan_conversion(str(tmp_path / "backbone"), "saga")
+    convert(*planned, tmp_path / "linear", level="none", say=lambda text: None)
+    pixels = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = segmenter(pixel_values=pixels).logits
+        segmenter.backbone = transformers.AutoModel.from_pretrained(tmp_path / "linear", trust_remote_code=True).eval()
+        assert len(mixers_of(segmenter.backbone)) == 2
+        assert not torch.equal(segmenter(pixel_values=pixels).logits, expected)
+        with segmenter.backbone.teacher():
+            torch.testing.assert_close(segmenter(pixel_values=pixels).logits, expected, rtol=1e-4, atol=1e-5)

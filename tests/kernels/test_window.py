@@ -18,7 +18,7 @@ from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize_kernels.layout import TokenLayout, token_layout
 from linearize_kernels.mixer import AttentionSite, option_types
-from linearize_kernels.window.window import Window
+from linearize_kernels.window.window import Window, window_around
 from linearize_kernels.window.window import naive_window as definition
 from linearize_kernels.window.window import window as window_attention
 
@@ -311,10 +311,66 @@ def test_a_sink_needs_a_window(name: str) -> None:
         build_mixer(name, site, resolve_options(name, {"sink": 4}))
 
 
-def test_a_window_looks_back_only() -> None:
-    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=False)
-    with pytest.raises(LinearizeError, match="window=8"):
-        build_mixer("la", site, resolve_options("la", {"window": 8}))
+@pytest.mark.parametrize(("grid", "words"), [("patches", "window=8"), ("unknown", "window=8"), ("line", "sink=9")])
+def test_a_window_around_is_one_of_text_and_holds_the_sink(grid: Any, words: str) -> None:
+    site = AttentionSite(0, "a", "self", 24, 4, 2, 8, 8, 0.3, causal=False, grid=grid)
+    with pytest.raises(LinearizeError, match=words):
+        build_mixer("la", site, resolve_options("la", {"window": 8, "sink": 9}))
+
+
+def around(q: Tensor, k: Tensor, v: Tensor, window: int, sink: int, scale: float, document: Tensor) -> Tensor:
+    """Softmax over the same document's tokens at most `window` away, and its first `sink` ones, query by query;
+    `document` [B,T] is -1 at padding."""
+    o = v.new_zeros(*q.shape[:3], v.shape[-1])
+    for b, t in (document >= 0).nonzero().tolist():
+        own = (document[b] == document[b, t]).nonzero()[:, 0].tolist()
+        at = own.index(t)
+        seen = sorted({*own[:sink], *own[max(at - window, 0) : at + window + 1]})
+        for h in range(q.shape[2]):
+            e = h * k.shape[2] // q.shape[2]
+            o[b, t, h] = torch.softmax(scale * k[b, seen, e] @ q[b, t, h], 0) @ v[b, seen, e]
+    return o
+
+
+@pytest.mark.parametrize(("T", "window", "sink"), [(1, 4, 1), (5, 1, 1), (37, 8, 3), (70, 3, 0)])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+def test_without_a_direction_it_lies_around_each_token(
+    T: int, window: int, sink: int, padded: bool, packed: bool
+) -> None:
+    q, k, v = inputs(T)
+    padding = torch.rand(2, T) > 0.3 if padded else None
+    document = (torch.rand(2, T) < 0.15 * packed).long().cumsum(1)
+    segments = document % 2 if packed else None  # a number that comes back is another document
+    o, _ = window_around(q, k, v, window=window, sink=sink, scale=0.3, padding=padding, segments=segments)
+    real = document if padding is None else document.masked_fill(~padding, -1)
+    assert relative_error(o, around(q, k, v, window, sink, 0.3, real)) < EXACT
+
+
+def test_sequences_laid_end_to_end_are_documents_of_a_window_around() -> None:
+    q, k, v = (y[:1] for y in inputs(20))
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    o, _ = window_around(q, k, v, window=3, sink=1, scale=0.3, cu_seqlens=cu)
+    document = (torch.arange(20) >= 7).long()[None]
+    assert relative_error(o, around(q, k, v, 3, 1, 0.3, document)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["la", "mhla", "saga"])
+def test_a_window_around_a_whole_text_is_the_teacher(name: str) -> None:
+    """Where the mechanism's share is nothing: the encoder's own softmax."""
+    options = {"window": 16, "sink": 1} | ({"feature_map": "hedgehog"} if name == "la" else {})
+    site = AttentionSite(0, "a", "self", 24, 4, 4, 8, 8, 0.3, causal=False)
+    mixer = build_mixer(name, site, resolve_options(name, options))
+    mixer.reset_parameters()
+    torch.nn.init.constant_(mixer.near.far_logit, -60.0)
+    q, k, v = (torch.randn(2, 12, 4, 8) for _ in range(3))
+    padding = torch.arange(12) < torch.tensor([[12], [9]])
+    o, state = mixer(q, k, v, torch.randn(2, 12, 24), TokenLayout(padding=padding, causal=False))
+    seen = padding[:, None, None].expand(-1, -1, 12, -1)
+    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    softmax = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=0.3).transpose(1, 2)
+    assert state is None
+    assert relative_error(o[padding], softmax[padding]) < EXACT
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
