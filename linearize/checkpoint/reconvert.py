@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import CheckFailedError, IncompatibleError, LinearizeError, undamaged
 from ..plan.mechanisms import with_own_eps
 from ..plan.plan import Plan

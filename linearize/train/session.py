@@ -579,7 +579,7 @@ def check_graphs(recipe: Recipe, device: torch.device, processes: int, model: An
     for stage in recipe.stages if recipe.runtime.graphs is True else ():
         if reason := unrecordable(recipe, stage, device, processes, kind_of(model)):
             message = f"{stage.name}: runtime.graphs is true, and {reason}"
-            raise LinearizeError(f"{message}. Set it to auto, which leaves such steps plain", Exit.INCOMPATIBLE)
+            raise IncompatibleError(f"{message}. Set it to auto, which leaves such steps plain")
 
 
 def check_drop_path(model: Any, stage: SFT) -> None:
