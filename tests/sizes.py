@@ -62,11 +62,12 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "gla": ({**NEAR}, T2R),
     "gdn": ({**NEAR}, {"native": True}),
-    "mamba2": ({"eps": 1.0e-5},),
+    "mamba2": ({},),
     "retnet": ({**NEAR}, T2R),
     "la": (
         {"feature_map": "hedgehog", **NEAR},
         {"feature_map": "hedgehog", "slope": 0.99, "window": 64},
+        BIDIRECTIONAL | {"feature_map": "hedgehog", "window": 16, "sink": 1},
         BIDIRECTIONAL | {"feature_map": "hedgehog"},
     ),
     "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BIDIRECTIONAL, PUBLISHED),
@@ -87,7 +88,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "la": ({}, BIDIRECTIONAL),
     "mamba2": (),
     "mhla": ({},),
-    "saga": (BIDIRECTIONAL | {"feature_map": "elu", "norm": "head"},),
+    "saga": (BIDIRECTIONAL | {"feature_map": "elu", "norm": "head"}, BIDIRECTIONAL | {"window": 16, "sink": 1}),
     "sla": ({"base": "gla", **NEAR}, {"base": "gdn", "state_heads": "query"}, {"base": "retnet"}),
     "window": ({**NEAR},),
 }

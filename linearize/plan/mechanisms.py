@@ -74,8 +74,8 @@ def renamed_options(name: str, options: dict[str, Any]) -> dict[str, str]:
     """Those of `options` that mechanism `name` had under another name: old -> new."""
     mixer, base = load_mechanism(name), options.get("base")
     known = known_options(mixer, base if base in mixer.bases else None)
-    new = {old: present_option(old) for old in options if present_option(old) != old}
-    return {old: present for old, present in new.items() if present.partition("@")[0] in known}
+    new = {old: present_option(old) for old in options if old.partition("@")[0] not in known}
+    return {old: present for old, present in new.items() if present != old and present.partition("@")[0] in known}
 
 
 def present_options(name: str, options: dict[str, Any]) -> dict[str, Any]:

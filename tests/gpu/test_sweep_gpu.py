@@ -368,7 +368,7 @@ def test_side_by_side_runs_every_size_once_and_tells_what_is_bad(
     assert main("saga", "side-by-side") == 2
     assert sorted(map(str, seen)) == sorted(str((options, heads)) for options in OPTIONS["saga"] for heads in HEADS)
     *_, bad, killed, most, summary = capsys.readouterr().out.splitlines()
-    assert {bad, killed} == {"BAD b", "BAD saga 2 6 did not end"}
+    assert {bad, killed} == {"BAD b", "BAD saga 2 8 did not end"}
     assert ast.literal_eval(most.removeprefix("shared memory ")) == {"j": 1, "k": 9}
     assert summary.startswith("8 checks, 6 good")
 

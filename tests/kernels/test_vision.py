@@ -546,9 +546,9 @@ def test_inspect_says_what_fits(tmp_path: Path) -> None:
     assert "shuffled" in fits["saga"].obstacles[0][1]
 
 
-def test_a_window_looks_back_only(tmp_path: Path) -> None:
+def test_a_window_is_one_of_text(tmp_path: Path) -> None:
     small_model("ViTForImageClassification").save_pretrained(tmp_path)
-    with pytest.raises(LinearizeError, match=r"attention.*bidirectional"):
+    with pytest.raises(LinearizeError, match=r"window=64.*bidirectional"):
         plan_conversion(str(tmp_path), "la", options={"window": 64})
 
 
