@@ -41,7 +41,19 @@ PNG = b"\x89PNG"
 # Options that mean something for models that write text alone, for tasks alone, and for models of transformers alone.
 OF_TEXT = ("lengths", "trials", "generate", "seed")
 OF_TASKS = ("limit", "few_shot")
-OF_MODELS = (*OF_TEXT, "tasks", *OF_TASKS, "batch_tokens", "dtype")
+OF_MODELS = (*OF_TEXT, "tasks", *OF_TASKS, "batch_tokens", "dtype", "without")
+
+# Of layers with both, what `--without` switches off.
+PARTS = ("memory", "window")
+
+
+def one_part(word: str) -> str:
+    """A part of a student. Raises LinearizeError (exit 2) for another word."""
+    from ..errors import LinearizeError, did_you_mean
+
+    if word not in PARTS:
+        raise LinearizeError(f"--without {word}: choose {' or '.join(PARTS)}.{did_you_mean(word, PARTS)}")
+    return word
 
 
 def evaluate(
@@ -85,6 +97,12 @@ def evaluate(
         int | None, typer.Option(min=0, help="With --tasks: examples before each question. Default: the task's own.")
     ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 8192,
+    without: Annotated[
+        str | None,
+        typer.Option(
+            help="Switch off one part of the student's layers that have both: memory or window.", parser=one_part
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "keep",
     trust_remote_code: Trust = False,
@@ -119,6 +137,7 @@ def evaluate(
 
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
     given |= {"batch_tokens": batch_tokens, "dtype": dtype, "tasks": tasks, "limit": limit, "few_shot": few_shot}
+    given |= {"without": without}
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     if output is not None:
         check_result(output, BEGINS, "eval")
@@ -135,6 +154,8 @@ def evaluate(
         say(text)
         told.append(text)
 
+    if without:
+        tell(f"note: the student is measured without its {without}")
     if tasks:
         reason = "with --tasks, lm-evaluation-harness measures alone"
         of_needles = any(name.strip().startswith("needle=") for name in tasks.split(","))
@@ -150,7 +171,8 @@ def evaluate(
         if teacher:
             _note_converted(teacher, tell)
         needle = EvalRequest(parse_lengths(lengths), min(trials, limit or trials), seed, batch_tokens)
-        result = run_tasks(student, teacher, find_tasks(tasks, batch_tokens, limit, few_shot, needle), **options)
+        found = find_tasks(tasks, batch_tokens, limit, few_shot, needle)
+        result = run_tasks(student, teacher, found, without or "", **options)
         result["notes"] = told
         tasks_table(result)
         _write(result, output, as_json)
@@ -178,6 +200,7 @@ def evaluate(
     from ..measure.embeddings import compare_embeddings
     from ..measure.evaluate import check_finite, random_teacher_warning
     from ..measure.generate import load_any, with_tokenizer
+    from ..measure.without import switch_off
     from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
 
@@ -190,10 +213,12 @@ def evaluate(
     _note_converted(teacher, tell)
     request = EvalRequest(parse_lengths(lengths), trials, seed, batch_tokens, generate)
     ours, theirs = (load_any(name, None, teacher=False, **options) for name in (student, teacher))
+    if without:
+        switch_off(ours.model, without, student)
     if not mixers_of(ours.model):
         itself = ", and is compared with itself" if Path(student).resolve() == Path(teacher).resolve() else ""
         tell(f"note: {student} has no converted layer{itself}")
-    result = {"student": student, "teacher": teacher, "seed": seed}
+    result = {"student": student, "teacher": teacher, "seed": seed, **({"without": without} if without else {})}
     if writes_text(ours.model):
         models = [
             with_tokenizer(opened, name, False, trust_remote_code)

@@ -36,6 +36,7 @@ from ..terminal.tables import task_rows
 from .compare import EvalRequest
 from .generate import device_memory, load
 from .local_tasks import FORMS, FROM_FILE, NEEDLE, ROLLING, Local, needles, parse_local, rolling_errors, spec
+from .without import switch_off
 
 RESULTS = "tasks.json"  # in a run's folder: linearize push reads it
 HARNESS = "lm_eval"
@@ -222,31 +223,34 @@ def check_model(name: str, trust_remote_code: bool) -> None:
         load_config(source, trust_remote_code)
 
 
-def run_tasks(student: str, teacher: str, tasks: Tasks, **options: Any) -> dict[str, Any]:
+def run_tasks(student: str, teacher: str, tasks: Tasks, without: str = "", **options: Any) -> dict[str, Any]:
     """The results of `student`, and of `teacher` unless that is empty, one after the other: what `--json` prints.
 
-    `options` are those of `load`. `model` tells `push` whether a folder still has the weights that were measured.
+    `options` are those of `load`. `without` names a part of the student that is switched off. `model` tells `push`
+    whether a folder still has the weights that were measured.
     """
     for name in filter(None, (teacher, student)):
         check_model(name, options["trust_remote_code"])
     folder = open_source(student, None).folder
     result: dict[str, Any] = {"student": student, "teacher": teacher or None}
-    result |= {"model": identity(folder) if is_linearized(folder) else None}
+    result |= {"model": identity(folder) if is_linearized(folder) and not without else None}
     result |= {"harness": importlib.metadata.version(HARNESS), "limit": tasks.limit}
     result |= {"files": {one.name: str(one.path) for one in tasks.local}, "tasks": []}
     for who, name in (("student", student), ("teacher", teacher)):
         if name:
-            add(result["tasks"], run_one(name, tasks, options), who)
+            add(result["tasks"], run_one(name, tasks, options, without if who == "student" else ""), who)
     return result
 
 
 @device_memory()
-def run_one(name: str, tasks: Tasks, options: dict[str, Any]) -> dict[str, Any]:
+def run_one(name: str, tasks: Tasks, options: dict[str, Any], without: str = "") -> dict[str, Any]:
     """What the harness finds for the model `name`, which is let go afterwards."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     opened = load(name, None, teacher=False, **options)
+    if without:
+        switch_off(opened.model, without, name)
     say(f"{name}: {', '.join(tasks.names)} by lm-evaluation-harness {importlib.metadata.version(HARNESS)}")
     needle = next((one for one in tasks.local if one.name == NEEDLE), None)
     asked = needles(opened, needle, tasks.needle) if needle and tasks.needle else {}

@@ -17,12 +17,13 @@ import torch
 from conftest import Command, holds
 from models import small_model
 from torch import Tensor
-from training import base, byte_tokenizer, stage, write_recipe
+from training import BASES, base, byte_tokenizer, stage, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.commands.eval import remarks
+from linearize.convert import convert, plan_conversion
 from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit, LinearizeError
@@ -117,6 +118,30 @@ def test_a_student_without_a_converted_layer_is_named(linearize: Command, folder
         for words in (err, notes):
             assert (f"note: {student} has no converted layer" in words) == told
             assert "nearly random" in words
+
+
+@pytest.mark.parametrize("part", ["memory", "window"])
+def test_one_of_two_parts_can_be_switched_off(linearize: Command, tmp_path: Path, part: str) -> None:
+    """Without its memory a student is the window alone; without its window it is the mechanism alone."""
+    source = tmp_path / "source"
+    small_model("llama", **BASES["llama"]).save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    alone = ("window", {"window": 8, "sink": 1}) if part == "memory" else ("la", {})
+    both, other = tmp_path / "both", tmp_path / "other"
+    for target, name, options in ((both, "la", {"window": 8, "sink": 1}), (other, *alone)):
+        convert(*plan_conversion(str(source), name, options=options), target, level="none", say=lambda text: None)
+    (tmp_path / "held.txt").write_text("abc def ghi. " * 60)
+    text = ("--teacher", str(source), f"data.eval={{files: {tmp_path / 'held.txt'}}}", "data.pack.seq_len=64", *SMALL)
+    done = linearize("eval", str(both), *text, "--without", part, "--json")
+    assert done[0] == 0, done[2]
+    off = json.loads(done[1])
+    expected = json.loads(linearize("eval", str(other), *text, "--json")[1])
+    assert off["student_ppl"] == pytest.approx(expected["student_ppl"], rel=1e-5)
+    assert off["kl"] == pytest.approx(expected["kl"], rel=1e-4)
+    assert off["without"] == part
+    code, _, errors = linearize("eval", str(other), *text, "--without", part, "--json")
+    assert code == Exit.INCOMPATIBLE
+    assert "--without" in errors
 
 
 def test_a_teacher_may_have_any_name(linearize: Command, folder: Path, tmp_path: Path) -> None:
