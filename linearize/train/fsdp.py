@@ -64,8 +64,7 @@ def shard(model: Any, accelerator: Accelerator, trained: Container[str]) -> None
     if not model.can_generate():
         message = f"FSDP of {type(model).__name__}, which writes no text, is not supported: launch without --use_fsdp"
         raise IncompatibleError(message)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
+    require_gradients(model, trained)
     mixers = list(mixers_of(model).values())
     for mixer in mixers:
         mixer.to(accelerator.device)
@@ -81,6 +80,12 @@ def shard(model: Any, accelerator: Accelerator, trained: Container[str]) -> None
     with torch.no_grad(), softmax, accelerator.autocast():
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=accelerator.device), use_cache=False)
     reshard(model)
+
+
+def require_gradients(model: nn.Module, names: Container[str]) -> None:
+    """Of these parameters, and of no others; apart, since a loop keeps its last parameter, which would stay whole."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
 
 
 def is_divided(module: Any) -> bool:
