@@ -187,7 +187,8 @@ def prepare(folder: Path, model_type: str, mechanism: str, hybrid: bool) -> dict
             clean_env.expect(place, {**logits, "teacher": teacher})
         row["stage"] = "converted"
     except Exception as error:  # the reason is the result
-        row["reason"] = f"{type(error).__name__}: {str(error).strip()}"
+        said = str(error).strip()
+        row["reason"] = said if isinstance(error, LinearizeError) else f"{type(error).__name__}: {said}"
     return row
 
 
@@ -276,7 +277,7 @@ equal those of the source class with the same mixers, and of the source. No type
 def _reason(text: str) -> str:
     """One line of an error, without folders of this run, for a table cell."""
     line = re.sub(r"\S*/(\w[\w.-]*)", r"\1", " ".join(text.split()))
-    line = line.removeprefix("LinearizeError: ").replace("|", "\\|")
+    line = line.replace("|", "\\|")
     return line if len(line) <= 240 else line[:237] + "..."
 
 
