@@ -18,7 +18,7 @@ def switch_off(model: Any, part: str, name: str) -> None:
     """Give all weight to the other part where a layer has both: an exact window, and a linear memory beside it
     (`w` of kernels/window/window.py). Raises IncompatibleError where no layer of the model `name` has both."""
     parts = (part for mixer in mixers_of(model).values() for part in mixer.modules())
-    blended = [window for window in parts if hasattr(window, "far_logit")]
+    blended: list[Any] = [window for window in parts if hasattr(window, "far_logit")]
     if not blended:
         message = f"--without {part}: no layer of {name} has a linear memory beside an exact window, so one of them"
         raise IncompatibleError(f"{message} is all it has. Leave it out")
