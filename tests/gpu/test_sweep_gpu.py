@@ -353,7 +353,7 @@ def test_the_script_imports_what_a_window_needs() -> None:
 def test_side_by_side_runs_every_size_once_and_tells_what_is_bad(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of six parts one has a bad check, and one is killed."""
+    """Of eight parts one has a bad check, and one is killed."""
     seen = []
 
     def output(_: int, __: str, ___: str, name: str, number: str, parts: str, *only: str) -> list[str]:
@@ -370,7 +370,7 @@ def test_side_by_side_runs_every_size_once_and_tells_what_is_bad(
     *_, bad, killed, most, summary = capsys.readouterr().out.splitlines()
     assert {bad, killed} == {"BAD b", "BAD saga 2 8 did not end"}
     assert ast.literal_eval(most.removeprefix("shared memory ")) == {"j": 1, "k": 9}
-    assert summary.startswith("8 checks, 6 good")
+    assert summary.startswith("10 checks, 8 good")
 
 
 def test_presets_are_swept() -> None:
