@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .gpu.operators import results_into
 from .layout import TokenLayout, once, part_of
 from .layers.norm import HeadNorm
 from .layers.pool import check_pool, on_rows, on_sequences
@@ -343,6 +344,15 @@ class Mixer(nn.Module):
         outputs, far = self._scan_sequences(inputs[:-3], layout, far)
         o, mass, near = self.near.attend(q, k, v, layout, near)
         return (*outputs, o, mass), WindowedState(far, near)
+
+    def core_into(self, outputs: tuple[Tensor, ...], inputs: Tensors, layout: TokenLayout, state: Any) -> Any:
+        """`core` with its results in `outputs`, dense tensors; returns the state."""
+        with results_into(outputs):
+            made, state = self.core(inputs, layout, state)
+        for out, y in zip(outputs, made, strict=True):
+            if out.data_ptr() != y.data_ptr():
+                out.copy_(y)
+        return state
 
     def empty_outputs(self, inputs: Tensors, v: Tensor) -> tuple[Tensor, ...]:
         """Uninitialised tensors as `core` returns them for its inputs and values v [B,T,Hkv,Dv]."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -28,6 +30,29 @@ KINDS = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", str: "str",
 _libraries: list[torch.library.Library] = []
 # Operator -> its host side, run(*inputs), which makes room and launches: to look at both without a GPU.
 HOSTS: dict[str, Callable[..., Any]] = {}
+# Tensors that wait for what operators on a pool return (`results_into`).
+_waiting: ContextVar[list[Tensor] | None] = ContextVar("waiting", default=None)
+
+
+@contextmanager
+def results_into(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """In this block each operator that changes a pool writes its results into `outputs` (dense tensors), those of them
+    that have the shape and dtype of one; the first goes first. So a server's step copies nothing."""
+    token = _waiting.set(list(outputs))
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
+
+
+def _placed(made: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Room for results, in a tensor that waits for one like it where there is any."""
+    waiting, found = _waiting.get(), []
+    for y in made:
+        kind = y.shape, y.dtype, y.device
+        at = next((i for i, out in enumerate(waiting or ()) if (out.shape, out.dtype, out.device) == kind), None)
+        found.append(y if waiting is None or at is None else waiting.pop(at))
+    return found
 
 
 def own_namespace(module: str, operator: str) -> str:
@@ -77,7 +102,7 @@ def operator(
 
     def run(*values: Any) -> Any:
         x = arguments(*values)
-        made = results(x)
+        made = _placed(results(x)) if changed else results(x)
         forward(x, *made)
         return _plain(made)
 

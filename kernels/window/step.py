@@ -1,8 +1,8 @@
 """One token of decoding with the window: attention to the ring, the ring after it, and the mechanism's share, in one
 launch. In PyTorch that is eighty launches a layer, of which a CUDA graph saves no time on the device.
 
-Rings may be rows of a pool, which are changed in place (layers/pool.py); a second launch then counts the token, since
-the programs of all heads read the count.
+Rings may be rows of a pool, which are changed in place (layers/pool.py). The programs of all heads read how many tokens
+a ring has seen, so none of them may count the token there: a second launch does, unless the caller knows the number.
 
 Letters: B rows, H query heads, E key heads, G = H/E, D key dim, DV value dim, W window, S sink, R = S + W places of a
 ring, BN places of a tile.
@@ -41,8 +41,8 @@ def moved(p_x, p_x1, b_own, o_n, o_d, own, source, size, s_n, POOL: tl.constexpr
 
 
 @jit
-def step_kernel(p_q, p_k, p_v, p_keys, p_values, p_held, p_far, p_gate, p_theta, p_share, p_sum, p_real, p_rows, p_o,
-                p_mass, p_keys1, p_values1, p_held1, scale, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pb, s_keys, s_values,
+def step_kernel(p_q, p_k, p_v, p_keys, p_values, p_held, p_far, p_gate, p_theta, p_share, p_sum, p_real, p_rows,
+                p_places, p_o, p_mass, p_keys1, p_values1, p_held1, scale, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pb, s_keys, s_values,
                 s_held, W, S, H, E, D: tl.constexpr, DV: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
                 BN: tl.constexpr, POOL: tl.constexpr, FAR: tl.constexpr, SUM: tl.constexpr, PADDED: tl.constexpr, LOG2E: tl.constexpr,
                 LOWEST: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
@@ -56,9 +56,13 @@ def step_kernel(p_q, p_k, p_v, p_keys, p_values, p_held, p_far, p_gate, p_theta,
     if p_rows is not None:
         row = tl.load(p_rows + i_b).to(tl.int64)
         size, real = tl.where(row >= 0, R, 0), tl.where(row >= 0, real, 0)
-    held = tl.load(p_held + row * s_held, mask=row >= 0, other=0)
-    if p_rows is None:
-        tl.store(p_held1 + i_b, held + real, mask=i_e == 0)
+    if p_places is not None:
+        held = tl.load(p_places + i_b)
+        tl.store(p_held + row * s_held, held + real, mask=(i_e == 0) & (row >= 0))
+    else:
+        held = tl.load(p_held + row * s_held, mask=row >= 0, other=0)
+        if p_rows is None:
+            tl.store(p_held1 + i_b, held + real, mask=i_e == 0)
     b_q = load_rows(p_q + i_b * s_qb + i_e * G * s_qh, o_g, o_d, s_qh, G, D)
     b_k = tl.load(p_k + i_b * s_kb + i_e * s_kh + o_d, mask=o_d < D, other=0.0)
     b_v = tl.load(p_v + i_b * s_vb + i_e * s_vh + o_v, mask=o_v < DV, other=0.0)
@@ -116,7 +120,7 @@ class StepCall(NamedTuple):
     pool, which is changed in place.
 
     `far` [B,1,H,Dv] is the mechanism's output, `gate` [B,1,H] u.x, `theta` and `share` (a) [H]; `mass` [B,1,H] fp32 the
-    mechanism's normaliser, in place of a share.
+    mechanism's normaliser, in place of a share. With rows `places` [B,1] may say how many tokens each has seen.
     """
 
     q: Tensor
@@ -135,6 +139,7 @@ class StepCall(NamedTuple):
     sink: int
     scale: float
     rows: Tensor | None = None
+    places: Tensor | None = None
 
 
 def results(x: StepCall) -> tuple[Tensor, ...]:
@@ -146,21 +151,21 @@ def results(x: StepCall) -> tuple[Tensor, ...]:
 
 
 def step(x: StepCall, o: Tensor, mass: Tensor, *after: Tensor) -> None:
-    """One token in one launch; in two where the rings lie in a pool."""
+    """One token in one launch; in two where the rings lie in a pool and nobody knows how many tokens they have seen."""
     (B, _, H, D), E, DV = x.q.shape, x.k.shape[2], x.v.shape[-1]
     q, k, v = (dense(y) for y in x[:3])
     ring = [in_rows(y, x.rows) for y in (x.keys, x.values, x.held)]
     others = (None if y is None else y.contiguous() for y in (x.far, x.gate, x.theta, x.share, x.mass))
     of_padding, wide = 0 if x.padding is None else x.padding.stride(0), max(width(D), width(DV))
     launch(
-        step_kernel, (E, B), q, k, v, *ring, *others, x.padding, x.rows, o, mass, *(after or ring), x.scale,
+        step_kernel, (E, B), q, k, v, *ring, *others, x.padding, x.rows, x.places, o, mass, *(after or ring), x.scale,
         q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), of_padding,
         *(y.stride(0) for y in ring), x.window, x.sink, H, E, num_warps=4, D=D, DV=DV, BG=width(H // E),
         BD=width(D), BV=width(DV), BN=max(16, min(64, TILE // (x.k.element_size() * wide))), POOL=x.rows is not None,
         FAR=x.far is not None, SUM=x.mass is not None, PADDED=x.padding is not None, LOG2E=LOG2E, LOWEST=LOWEST,
         PREC=configure(q.device, q.dtype, D, DV).precision,
     )  # fmt: skip
-    if x.rows is not None:
+    if x.rows is not None and x.places is None:
         launch(
             count_kernel, (B,), ring[2], x.padding, x.rows, ring[2].stride(0), of_padding, num_warps=1,
             PADDED=x.padding is not None,

@@ -80,6 +80,7 @@ def window(
     cu_seqlens: Tensor | None = None,
     state: Ring | None = None,
     rows: Tensor | None = None,
+    places: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Ring]:
     """Softmax over the first `sink` and the last `window` real tokens of the same document: o [B,T,H,Dv],
@@ -88,7 +89,8 @@ def window(
     q [B,T,H,D], k [B,T,Hkv,D], v [B,T,Hkv,Dv]; `scale` multiplies q.k; `padding` [B,T] bool is True at real tokens,
     the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
     first one. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `rows` [B] int:
-    `state` is a pool, of which those rows are the call's (below 0: padding); they are changed in place. Time grows with
+    `state` is a pool, of which those rows are the call's (below 0: padding); they are changed in place. `places` [B,1] int64
+    may then say how many tokens each has seen, where no token is padding. Time grows with
     T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton kernels on a GPU where no
     state goes in, for one token after a state, and for sequences laid end to end without gradients; else PyTorch. The
     others insist.
@@ -109,7 +111,7 @@ def window(
     if state is not None:
         obstacle = _step_obstacle(q, k, v, segments, state)
         if use_kernels(backend, obstacle and f"a state goes in, and {obstacle}"):
-            return _step(q, k, v, *state, *(None,) * 5, padding, W, sink, scale, rows)
+            return _step(q, k, v, *state, *(None,) * 5, padding, W, sink, scale, rows, places)
     whole = partial(_whole, q, k, v, (sink, W, T), scale, segments)
     if rows is not None:
         return on_rows(whole, state, rows, padding, T)
@@ -266,7 +268,7 @@ def _spliced(
 
 def _step(*inputs: Any) -> tuple[Tensor, Tensor, Ring]:
     """The kernel of one decode step, given the fields of its StepCall."""
-    ring, rows = inputs[3:6], inputs[-1]
+    ring, rows = inputs[3:6], inputs[-2]
     if rows is not None:
         return *pool_op(*inputs), Ring(*ring)
     o, mass, *after = step_op(*inputs)
@@ -537,7 +539,7 @@ class Window(nn.Module):
         if state is not None and not wants_gradients(far, gate) and not _step_obstacle(q, k, v, layout.segments, state):
             share = None if self.shared else self.near_share
             beside: Any = far, gate, self.far_logit, share, mass, layout.padding
-            o, _, after = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows)
+            o, _, after = _step(q, k, v, *state, *beside, self.window, self.sink, self.scale, layout.rows, None)
             return o, after
         near, own_mass, ring = self.attend(q, k, v, layout, state)
         o = self.blended(far, mass, near, own_mass, self.far_logit.float() + gate.float())
@@ -573,7 +575,8 @@ class Window(nn.Module):
         with full_precision(q.device):
             if not layout.causal:
                 return *window_around(q, k, v, **sizes, **places), None
-            return window(q, k, v, **sizes, **places, rows=layout.rows, state=state)
+            known = layout.places if layout.padding is None else None
+            return window(q, k, v, **sizes, **places, rows=layout.rows, places=known, state=state)
 
     @torch.no_grad()
     def calibrate(
@@ -642,6 +645,7 @@ class SinkWindow(Mixer):
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
         places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
         places["cu_seqlens"] = layout.cu_seqlens
+        places["places"] = layout.places if layout.padding is None else None
         # Autocast would round the scores to half precision.
         with full_precision(q.device):
             o, _, state = window(q, k, v, **sizes, **places, state=state)

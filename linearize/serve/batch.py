@@ -87,9 +87,13 @@ def run(
     n = len(batch.rows)
     if n:
         steps = tuple(None if y is None else y[0, :n, None] for y in inputs)
-        made, _ = mixer.core(steps, kind(rows=batch.rows, places=batch.places), pool.state)
-        for out, y in zip(outputs, made, strict=True):
-            out[0, :n].copy_(y[:, 0])
+        tokens = kind(rows=batch.rows, places=batch.places)
+        if hasattr(mixer, "core_into"):
+            mixer.core_into(tuple(out[0, :n, None] for out in outputs), steps, tokens, pool.state)
+        else:  # code of before 2026-11-29
+            made, _ = mixer.core(steps, tokens, pool.state)
+            for out, y in zip(outputs, made, strict=True):
+                out[0, :n].copy_(y[:, 0])
     for one in batch.prompts:
         own = slice(one.first, one.first + one.tokens)
         given = tuple(None if y is None else y[:, own] for y in inputs)

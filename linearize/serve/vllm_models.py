@@ -24,6 +24,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
@@ -145,7 +146,7 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
 
 @dataclasses.dataclass(frozen=True)
 class StateSpec(MambaSpec):
-    """What vLLM's scheduler knows of a group's states."""
+    """What vLLM's scheduler knows of a group's states, where prefixes are not cached."""
 
 
 class StateManager(MambaManager):
@@ -276,6 +277,8 @@ class StateAttention(nn.Module, MambaBase):
         if self.owner is not self:
             return None
         found = super().get_kv_cache_spec(vllm_config)
+        if found.mamba_cache_mode != "none":
+            return found
         return StateSpec(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -455,7 +458,8 @@ class Linearized:
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> Any:
-        raise NotImplementedError("vLLM copies states for prefix caching alone, which is off for converted models")
+        """For prefix caching: a row of a memory is copied as it is."""
+        return (get_temporal_copy_spec,)
 
     def _patch_config(self) -> None:
         self.config = source_config(self.config)

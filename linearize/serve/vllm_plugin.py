@@ -11,6 +11,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that pro
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
 LORA = "LoRA adapters: vLLM's LoRA does not know mixers, which an adapter may change. Merge it into the weights first"
 PREFIX_CACHING = (
-    "Prefix caching is off: it needs the state at the end of every cached block, which vLLM keeps by kernels for GPUs. "
-    "Those were not tried with converted models"
+    "Prefix caching is off: it needs the states at the ends of cached blocks, which vLLM keeps with kernels for GPUs, and "
+    "only where some layers keep softmax"
 )
-QUANTIZATION = "quantization: quantized projections in front of a mixer were not tried. Serve the float weights"
+QUANTIZATION = "quantization: in front of mixers only fp8 weights that vLLM makes itself (--quantization fp8) were tried"
+# Whether an engine that is being made was asked for prefix caching; vLLM's default is on.
+prefix_caching_asked: ContextVar[bool] = ContextVar("prefix_caching_asked", default=False)
 FEWER = (
     "At most %d sequences at a time, not %d: so many states fill this GPU's memory. --kv-cache-memory-bytes or "
     "--gpu-memory-utilization give them more"
@@ -78,14 +81,18 @@ def renaming(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def telling(create: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.create_engine_config` that says why a converted model has no prefix caching, where it was asked for:
-    vLLM's own default is on, and is off without a word."""
+    """`EngineArgs.create_engine_config` that gives a converted model prefix caching where it was asked for, and says why
+    not where it cannot: vLLM's own default is on, and is off without a word."""
 
     @functools.wraps(create)
     def call(arguments: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = arguments.enable_prefix_caching
-        made = create(arguments, *args, **kwargs)
-        if asked and is_converted(made.model_config.hf_config):
+        asked = bool(arguments.enable_prefix_caching)
+        token = prefix_caching_asked.set(asked)
+        try:
+            made = create(arguments, *args, **kwargs)
+        finally:
+            prefix_caching_asked.reset(token)
+        if asked and not made.cache_config.enable_prefix_caching and is_converted(made.model_config.hf_config):
             logging.getLogger("vllm.linearize").warning(PREFIX_CACHING)  # below the logger that vLLM prints
         return made
 
@@ -124,7 +131,8 @@ class Settings:
         reasons = refusals(vllm_config)
         if reasons:
             raise ValueError("vLLM does not serve this converted model with " + "; ".join(reasons))
-        vllm_config.cache_config.enable_prefix_caching = False  # PREFIX_CACHING
+        if not caches_prefixes(vllm_config):
+            vllm_config.cache_config.enable_prefix_caching = False
         earlier = not all(hasattr(kind, "core") for kind in class_of(vllm_config).mechanisms.values())
         # A sliding window that every layer of the source has. vLLM looks for one where no layer is of another kind.
         own = getattr(vllm_config.model_config.hf_config, "source_layer_types", None) or ()
@@ -138,6 +146,16 @@ class Settings:
         if most is not None and most < scheduler.max_num_seqs:
             logging.getLogger("vllm.linearize").warning(FEWER, most, scheduler.max_num_seqs)
             scheduler.max_num_seqs = most
+
+
+def caches_prefixes(vllm_config: Any) -> bool:
+    """Whether an engine keeps states at the ends of blocks, for prompts that begin alike."""
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    asked = prefix_caching_asked.get() or cache.mamba_cache_mode == "align"  # the latter where a config is made again
+    hybrid = layers_of(vllm_config.model_config.hf_config).hybrid
+    return bool(cache.enable_prefix_caching and asked and hybrid and current_platform.is_cuda_alike())
 
 
 # Of a GPU's memory beside the weights, what states may take; the rest is for activations, graphs and keys.
@@ -166,7 +184,10 @@ def most_sequences(vllm_config: Any) -> int | None:
     heads = asked.get_num_kv_heads(vllm_config.parallel_config)
     block = BLOCK_TOKENS * 2 * heads * asked.get_head_size() * asked.dtype.itemsize
     size = -(-size // block) * block
-    return max(1, int(room) // (size * len({place.owner for place in places.values()})) - 1)
+    size *= len({place.owner for place in places.values()})
+    if cache.enable_prefix_caching:  # a sequence has two of each while it goes from one block to the next
+        size *= 2
+    return max(1, int(room) // size - 1)
 
 
 def refusals(vllm_config: Any) -> list[str]:
@@ -178,7 +199,7 @@ def refusals(vllm_config: Any) -> list[str]:
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         SPECULATION: vllm_config.speculative_config is not None,
         LORA: vllm_config.lora_config is not None,
-        QUANTIZATION: vllm_config.model_config.quantization is not None,
+        QUANTIZATION: not (vllm_config.model_config.quantization or "fp8").startswith("fp8"),
     }
     reasons = [reason for reason, found in asked.items() if found]
     size = parallel.tensor_parallel_size

@@ -145,11 +145,11 @@ def engine(**changes: Any) -> Any:
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA adapters"),
-        ({"quantization": "fp8"}, "quantization"),
+        ({"quantization": "awq"}, "quantization"),
     ],
 )
 def test_an_engine_that_asks_for_more_is_told_why_not(asked: dict[str, Any], reason: str) -> None:
-    assert vllm_plugin.refusals(engine()) == []
+    assert vllm_plugin.refusals(engine()) == vllm_plugin.refusals(engine(quantization="fp8_per_block")) == []
     (found,) = vllm_plugin.refusals(engine(**asked))
     assert found.startswith(f"{reason}: ")
 
@@ -191,7 +191,9 @@ def test_prefix_caching_that_is_asked_for_is_off_with_its_reason(
     asked: bool | None, config: Any, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a warning, by a logger that vLLM prints; its own default says nothing."""
-    made = SimpleNamespace(model_config=model_config(config))
+    made = SimpleNamespace(
+        model_config=model_config(config), cache_config=SimpleNamespace(enable_prefix_caching=False)
+    )
     create = vllm_plugin.telling(lambda arguments, context: made)
     assert create(SimpleNamespace(enable_prefix_caching=asked), "context") is made
     found = [(one.name, one.levelname, one.getMessage()) for one in caplog.records]
@@ -224,12 +226,42 @@ def test_no_more_sequences_are_admitted_than_states_fit(tmp_path: Path, monkeypa
     models = SimpleNamespace(memory_of=lambda config: (places, 100))
     monkeypatch.setitem(sys.modules, "linearize.serve.vllm_models", models)
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    asked = engine(cache_config=SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None))
+    cache = SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None, enable_prefix_caching=False)
+    asked = engine(cache_config=cache)
     tokens = {"get_num_kv_heads": lambda parallel: 1, "get_head_size": lambda: 4, "dtype": torch.bfloat16}
     asked.model_config = SimpleNamespace(model=str(tmp_path), **tokens)
     block = 128 * 2 * 4 * 2  # a state of 100 bytes takes a block of keys and values
     assert vllm_plugin.most_sequences(asked) == int(0.75 * (50_000 - 1000)) // (2 * block) - 1
-    asked.cache_config.kv_cache_memory_bytes = 100_000
+    cache.kv_cache_memory_bytes = 100_000
     assert vllm_plugin.most_sequences(asked) == 100_000 // (2 * block) - 1
+    cache.enable_prefix_caching = True
+    assert vllm_plugin.most_sequences(asked) == 100_000 // (4 * block) - 1
     gpu.is_cuda_alike = lambda: False
     assert vllm_plugin.most_sequences(asked) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "layers", "gpu", "cached"),
+    [
+        (True, (0, 1, 3), True, True),
+        (False, (0, 1, 3), True, False),
+        (True, (0, 1, 2, 3), True, False),  # all linear: vLLM has no block of keys for a state to stand beside
+        (True, (0, 1, 3), False, False),
+    ],
+)
+def test_prefixes_are_cached_where_asked_and_where_vllm_can(
+    asked: bool, layers: tuple[int, ...], gpu: bool, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = SimpleNamespace(is_cuda_alike=lambda: gpu)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    cache = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="none")
+    made = SimpleNamespace(cache_config=cache, model_config=model_config(config_of(layers=layers)))
+
+    def create(arguments: Any) -> Any:
+        cache.enable_prefix_caching = vllm_plugin.caches_prefixes(made)
+        return made
+
+    vllm_plugin.telling(create)(SimpleNamespace(enable_prefix_caching=asked or None))
+    assert cache.enable_prefix_caching == cached
+    cache.mamba_cache_mode, cache.enable_prefix_caching = "align", True  # an engine's config is made again
+    assert vllm_plugin.caches_prefixes(made) == (gpu and len(layers) < 4)
