@@ -497,6 +497,14 @@ class Linearized:
         for name, mixer in mixers.items():
             model.get_submodule(name).mixer = mixer
 
+    def keep_in_fp32(self, module: nn.Module) -> None:
+        """Decays, half-lives and biases of gates, too: vLLM gives all parameters the engine's dtype, and then looks for
+        names where transformers takes patterns."""
+        super().keep_in_fp32(module)  # type: ignore[misc]
+        for part in module.modules():
+            if hasattr(part, "site") and hasattr(part, "keep_in_fp32"):  # code of before 2026-11-28 keeps none
+                part.keep_in_fp32()
+
     def _create_attention_instances(self, prefix: str = "") -> None:
         """Attention of vLLM for the layers and heads that keep softmax, a `StateAttention` for each linear layer.
 

@@ -94,6 +94,10 @@ def test_a_compiled_engine_writes_what_generate_writes(tmp_path: Path) -> None:
         assert [layer.maps is not None for layer in engines.state_layers(llm)] == [True, False, False]
         fill_with_nan(llm)
         assert differences(write(llm, prompts, NEW), references) == []
+    with engine(folder, dtype="bfloat16") as llm:
+        mixers = [layer.module.mixer for layer in engines.state_layers(llm)]
+        kept = [mixer.get_parameter(name) for mixer in mixers for name in mixer.fp32_names()]
+        assert {parameter.dtype for parameter in kept} == {torch.float32}  # and not rounded as the others
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
