@@ -32,10 +32,10 @@ CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that pro
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
 LORA = "LoRA adapters: vLLM's LoRA does not know mixers, which an adapter may change. Merge it into the weights first"
 PREFIX_CACHING = (
-    "Prefix caching is off: it needs the states at the ends of cached blocks, which vLLM keeps with kernels for GPUs, and "
-    "only where some layers keep softmax"
+    "Prefix caching is off: it needs the states at the ends of cached blocks, which vLLM keeps on GPUs alone, and only "
+    "where some layers keep softmax"
 )
-QUANTIZATION = "quantization: in front of mixers only fp8 weights that vLLM makes itself (--quantization fp8) were tried"
+QUANTIZATION = "quantization: only fp8 weights that vLLM makes itself (--quantization fp8) were tried before a mixer"
 # Whether an engine that is being made was asked for prefix caching; vLLM's default is on.
 prefix_caching_asked: ContextVar[bool] = ContextVar("prefix_caching_asked", default=False)
 FEWER = (
@@ -81,8 +81,8 @@ def renaming(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def telling(create: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.create_engine_config` that gives a converted model prefix caching where it was asked for, and says why
-    not where it cannot: vLLM's own default is on, and is off without a word."""
+    """`EngineArgs.create_engine_config` that gives a converted model the prefix caching that was asked for, or says why
+    not: vLLM's own default, which is on, is off without a word."""
 
     @functools.wraps(create)
     def call(arguments: Any, *args: Any, **kwargs: Any) -> Any:

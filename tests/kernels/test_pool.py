@@ -101,7 +101,9 @@ def in_pool(case: str, named: Tensor, dtype: torch.dtype, layout: StateLayout, p
 
 
 @torch.no_grad()
-def served(case: str, named: Tensor, dtype: torch.dtype, layout: StateLayout, pool: Tensor) -> tuple[Tensor, Tensor, int]:
+def served(
+    case: str, named: Tensor, dtype: torch.dtype, layout: StateLayout, pool: Tensor
+) -> tuple[Tensor, Tensor, int]:
     """The same as a server makes its steps, which knows places and gives room for results; and how many it copied."""
     mixer, pool = mixer_of(case), pool.clone()
     torch.manual_seed(2)

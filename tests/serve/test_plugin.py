@@ -191,9 +191,7 @@ def test_prefix_caching_that_is_asked_for_is_off_with_its_reason(
     asked: bool | None, config: Any, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a warning, by a logger that vLLM prints; its own default says nothing."""
-    made = SimpleNamespace(
-        model_config=model_config(config), cache_config=SimpleNamespace(enable_prefix_caching=False)
-    )
+    made = SimpleNamespace(model_config=model_config(config), cache_config=SimpleNamespace(enable_prefix_caching=False))
     create = vllm_plugin.telling(lambda arguments, context: made)
     assert create(SimpleNamespace(enable_prefix_caching=asked), "context") is made
     found = [(one.name, one.levelname, one.getMessage()) for one in caplog.records]
