@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable
@@ -92,6 +93,7 @@ def device_ms(run: Callable[[], Any]) -> float | None:
     profiler sees them, overlapping ones once. None on a CPU, and where the profiler sees no device."""
     if here() == "cpu":
         return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would tell that it begins and ends
     wait()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run()

@@ -17,7 +17,7 @@ from ..train.graphs import PLAIN_STEPS, GraphedSteps, unrecordable
 from ..train.progress import forget_peak, memory_bytes
 from ..train.runtime import make_optimizer
 from ..train.save import meta_model
-from ..train.speed import Products, card_flops
+from ..train.speed import Products, shares
 from ..train.student import Student
 from ..train.teacher import give_teacher
 from .memory import Rehearsal
@@ -104,9 +104,7 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
         "tokens_per_s": stage.batch.blocks * tokens_per_sample(step.recipe.data_for(stage)) / seconds
     }
     if gpu:
-        works, rate = device_ms(one_step), card_flops()
-        found["products"] = counted.flops / seconds / rate if counted.flops and rate else None
-        found["device_waits"] = None if works is None else max(0.0, 1 - works / 1e3 / seconds)
+        found["products"], found["device_waits"] = shares(seconds, counted.flops, device_ms(one_step))
         found["graphs"], found["note"] = graphed is not None and graphed.checked, said[0] if said else None
     if graphed is not None:
         graphed.close()

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..bench.timing import device_ms
 from ..data.augment import mixed
 from ..data.batches import Samples, by_length, collate, kind_of, moved, targets
 from ..data.images import Images
@@ -51,9 +52,12 @@ if TYPE_CHECKING:
 
 # Optimizer steps, and seconds, after which losses are read from a GPU, which waits for Python then.
 READ_EVERY, READ_SECONDS = 10, 1.0
-DEFERRING = ("cuda",)
+DEFERRING = ("cuda",)  # devices that work while Python goes on
+# The step of a process that torch's profiler watches, behind those in which graphs are recorded.
+WATCHED = 9
 # A step that is done, its loss, its gradients' norm, its learning rate, its terms: tensors, or numbers that were read.
 Unread = tuple[int, Any, Any, float, dict[str, Any]]
+Report = Callable[[int, float, float, float, dict[str, float]], None]
 
 
 def seed_for(*parts: int) -> int:
@@ -210,8 +214,11 @@ class StageLoop:
         ):
             self.speed.resume(start)
             for step in range(start, self.steps):
-                self.unread.append((step + 1, *self.step(step)))
                 done = step + 1
+                if step == start + WATCHED and self.owner.device.type in DEFERRING:
+                    self._watched(step, report)
+                else:
+                    self.unread.append((done, *self.step(step)))
                 due = self._due(done)
                 if due or not self.defers or len(self.unread) >= self.speed.steps_in(READ_SECONDS, READ_EVERY):
                     self._read(report)
@@ -221,8 +228,16 @@ class StageLoop:
                     self.speed.resume(done)
         how = ["compiled"] if self.compiled is not contextlib.nullcontext else []
         how += ["as CUDA graphs"] if self.graphed is not None and self.graphed.checked else []
-        if line := self.speed.line(self.tokens_per_step, unit, how):
+        line = self.speed.line(self.tokens_per_step, unit, how) if owner.device.type in DEFERRING else ""
+        if line:
             owner.say(f"{self.stage.name}: {line}")
+
+    def _watched(self, step: int, report: Report) -> None:
+        """A step under torch's profiler, which does not count for the speed."""
+        if self.unread:
+            self._read(report)
+        self.speed.works = device_ms(lambda: self.unread.append((step + 1, *self.step(step))))
+        self.speed.resume(step + 1)
 
     def _due(self, done: int) -> bool:
         """Whether something other than the next step follows: an evaluation, a checkpoint, an end."""
@@ -231,7 +246,7 @@ class StageLoop:
         known = done == self.steps or done % recipe.checkpoint.every_steps == 0
         return known or self.stopping or bool(every and done % every == 0)
 
-    def _read(self, report: Callable[[int, float, float, float, dict[str, float]], None]) -> None:
+    def _read(self, report: Report) -> None:
         """Report the steps since the last time, which waits for the device. Raises LinearizeError (exit 6) for a step
         whose loss or gradient is not finite: its update was left out."""
         flat = [x for _, loss, norm, _, terms in self.unread for x in (loss, norm, *terms.values())]
@@ -334,7 +349,7 @@ class StageLoop:
     def _counted(self, step: int, number: int) -> Iterator[None]:
         """Within: on a GPU the products of a micro batch are counted, once, when its kernels are compiled. Layers that
         torch.compile made do not show theirs, so this one runs in Python."""
-        if step != self.since + 1 or number or self.owner.device.type != "cuda":
+        if step != self.since + 1 or number or self.owner.device.type not in DEFERRING:
             yield
             return
         compiled, self.compiled = self.compiled, contextlib.nullcontext

@@ -1,11 +1,10 @@
-"""How fast a stage runs, and what share of a card's products that is."""
+"""How fast a stage runs, what share of a card's products that is, and how long the card waits."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -17,10 +16,11 @@ FIRST = 5
 
 class Speed:
     """The time of a stage's steps, without evaluations, checkpoints and the first steps; `flops` are the products of
-    one step, where they were counted."""
+    one step and `works` the ms that the device works for one, where they were counted."""
 
     def __init__(self) -> None:
         self.flops = 0.0
+        self.works: float | None = None
         self.start: int | None = None  # of this process
         self.steps, self.seconds = 0, 0.0
         self.mark = (0, 0.0)
@@ -46,14 +46,22 @@ class Speed:
         return max(1, min(most, int(seconds / self.last))) if self.last else 1
 
     def line(self, tokens_per_step: int, unit: str, how: list[str]) -> str:
-        """One line on a stage that ran on a GPU; empty where it was too short, or there is none."""
-        if not self.steps or not torch.cuda.is_available():
+        """One line on a stage that ran on a GPU; empty where it was too short."""
+        if not self.steps:
             return ""
-        found = f"{self.steps * tokens_per_step / self.seconds:,.0f} {unit}/s"
-        rate = card_flops()
-        if self.flops and rate:
-            found += f", {percent(self.flops * self.steps / self.seconds / rate)} of the card's products"
-        return ", ".join([found, *how])
+        step = self.seconds / self.steps
+        products, waits = shares(step, self.flops, self.works)
+        found = [f"{tokens_per_step / step:,.0f} {unit}/s"]
+        found += [] if products is None else [f"{percent(products)} of the card's products"]
+        found += [] if waits is None else [f"the card waits {percent(waits)} of the time"]
+        return ", ".join([*found, *how])
+
+
+def shares(seconds: float, flops: float, works: float | None) -> tuple[float | None, float | None]:
+    """Of a step of so many seconds, with its products and the ms that the device works: the share of the card's dense
+    bf16 products, and the share in which the device waits; None where they are not known."""
+    rate = card_flops() if flops else None
+    return flops / seconds / rate if rate else None, None if works is None else max(0.0, 1 - works / 1e3 / seconds)
 
 
 class Products(TorchDispatchMode):

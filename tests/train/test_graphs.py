@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from training import base, make_recipe, metrics, same, stage, tensors, train
 from linearize.errors import LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run
-from linearize.train import graphs, loop, runtime, session
+from linearize.train import graphs, loop, runtime, session, speed
 
 STEPS = 6
 
@@ -85,6 +86,28 @@ def test_losses_that_are_read_later_are_the_same(root: Path, tmp_path: Path, mon
     for key in ("step", "loss", "grad_norm", "lr", "kl", "ce"):
         assert metrics(tmp_path / "True", key) == metrics(tmp_path / "False", key)
     assert same(*(tensors(tmp_path / str(on) / "run" / "final") for on in (True, False)))
+
+
+def test_a_stage_ends_with_its_speed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that is watched trains like the others, and each figure is in the line."""
+
+    def watched(work: Callable[[], Any]) -> float:
+        work()
+        return 0.0
+
+    monkeypatch.setattr(runtime, "FUSED", ("cpu",))
+    monkeypatch.setattr(loop, "device_ms", watched)
+    monkeypatch.setattr(speed, "card_flops", lambda: 1e6)
+    one, said = stage("logit_kl", "all", steps=loop.WATCHED + 4), list[str]()
+    for on in (False, True):
+        monkeypatch.setattr(loop, "DEFERRING", ("cpu",) if on else ())
+        finetune(make_recipe(tmp_path / str(on), base(root, "llama"), one), say=said.append)
+    assert metrics(tmp_path / "True") == metrics(tmp_path / "False")
+    (line,) = [text for text in said if "tokens/s" in text]
+    share = re.search(r"([\d.]+)% of the card's products", line)
+    assert share
+    assert float(share[1]) > 0
+    assert "waits 100" in line
 
 
 def test_a_step_that_is_not_finite_changes_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
