@@ -461,6 +461,10 @@ class Linearized:
         """For prefix caching: a row of a memory is copied as it is."""
         return (get_temporal_copy_spec,)
 
+    @classmethod
+    def get_mamba_state_copy_funcs(cls, mamba_types: Any) -> dict[Any, Any]:
+        return dict.fromkeys(mamba_types, cls.get_mamba_state_copy_func())
+
     def _patch_config(self) -> None:
         self.config = source_config(self.config)
         self.text_config = self.config.get_text_config()
