@@ -24,6 +24,7 @@ from ..data.chat import Message, asked_of, end_tokens, opened_turn, prompt_ids
 from ..data.documents import TextSource, documents_of, end_token, start_tokens
 from ..data.packing import hashed_generator
 from ..errors import Exit, LinearizeError, undamaged, writing
+from ..measure.generate import check_tokens
 from ..probe.trace import quiet
 from ..recipe.data import CHAT, OwnText
 from ..terminal.output import short
@@ -143,6 +144,7 @@ def write_own_text(
     if written >= asked.tokens:
         return
     prompts = find_prompts(asked, source, tokenizer)
+    check_tokens(model, max(token for prompt in prompts for token in prompt.ids))
     width = -(-max(len(prompt.ids) for prompt in prompts) // 8) * 8
     chat = asked.prompts == CHAT
     length = min(asked.length, QUESTION) if chat else asked.length
