@@ -24,7 +24,7 @@ import pytest
 import torch
 from conftest import holds, with_slow
 from forks import NO_MOUNT, Done, Forks, Task
-from models import convert_folder, load, save_source
+from models import convert_folder, load, logits, save_source, tokens
 from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write_recipe
 
 from linearize import __version__
@@ -414,6 +414,29 @@ def test_of_conversions_to_one_place_one_wins(forks: Forks, source: Path) -> Non
     assert all(re.search("is in use|--overwrite", done.output) for done in ended if done.code)
     load(output)
     assert names(source.parent) == {"source", "linear"}
+
+
+# Arguments: a folder, and one in which all say that they are there: transformers has no copy of the code yet.
+LOAD = """
+import os, sys, time
+from pathlib import Path
+from models import load, logits, tokens
+begin = Path(sys.argv[2])
+(begin / str(os.getpid())).touch()
+while len([*begin.iterdir()]) < 8:
+    time.sleep(0.01)
+print("found", float(logits(load(Path(sys.argv[1])), tokens(1, 12)).abs().sum()))
+"""
+
+
+@pytest.mark.slow
+def test_eight_processes_load_a_folder_at_once(forks: Forks, source: Path) -> None:
+    folder, begin = convert_folder(source, source.parent / "eight"), source.parent / "begin"
+    begin.mkdir()
+    ended = forks.together([Task([str(folder), str(begin)], script=LOAD) for _ in range(8)])
+    wanted = float(logits(load(folder), tokens(1, 12)).abs().sum())
+    for done in ended:
+        assert (done.code, f"found {wanted}" in done.output) == (0, True), done.output
 
 
 @pytest.mark.parametrize("locks", [True, False])
