@@ -256,7 +256,7 @@ def test_memories_of_less_than_a_token_train_in_bf16(name: str, half_life: float
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
-    assert found[-1] < 0.9 * found[0]
+    assert found[-1] < found[0]
 
 
 def test_layers_of_the_source_with_such_names_keep_their_dtype(tmp_path: Path) -> None:
