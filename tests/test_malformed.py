@@ -199,6 +199,14 @@ def test_tokens_that_the_embedding_does_not_have(
     assert not {"out", "logits"} & {path.name for path in place.iterdir()}
 
 
+def test_half_a_folder_is_not_trained(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result would be without what was not copied."""
+    (place / "ours" / "generation_config.json").unlink()
+    code, message = told(linearize, place, monkeypatch, "finetune")
+    assert (code, holds(message, "generation_config.json", "linearize.json")) == (Exit.INCOMPATIBLE, True), message
+    assert not (place / "run" / "final").exists()
+
+
 def test_an_option_of_a_mechanism_that_is_no_number(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
