@@ -22,8 +22,8 @@ REFUSED += (errno.EBUSY, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.E
 FULL_MEMORY = re.compile(
     "allocate memory|not enough memory|out of memory|_STATUS_ALLOC_FAILED|(calculation|multiplication) overflow"
 )
-# torch.save forgets why a write was cut short.
-FULL_DISK = re.compile("PytorchStreamWriter failed|unexpected pos")
+# torch.save and numpy's tofile forget why a write was cut short.
+FULL_DISK = re.compile(r"PytorchStreamWriter failed|unexpected pos|\d+ requested and \d+ written")
 # Access tokens of the Hub (34 characters; fewer may be a name), and the user part of an address, often a token alone.
 SECRET = re.compile(r"\bhf_[A-Za-z0-9]{30,}|(?<=://)(?!git@)[^\s/@'\"]+(?=@)")
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
@@ -189,16 +189,16 @@ def _own_secrets() -> list[str]:
 
 def os_error(error: BaseException) -> OSError | None:
     """The operating system's refusal behind `error`, which safetensors and torch wrap; None when there is none."""
-    if isinstance(error, OSError | LinearizeError):
+    if isinstance(error, LinearizeError) or (isinstance(error, OSError) and error.errno is not None):
         return error if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and FULL_MEMORY.search(str(error))):
         return OSError(errno.ENOMEM, "CUDA out of memory" if "CUDA" in str(error) else "out of memory")
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found:
         return OSError(int(found[1]), os.strerror(int(found[1])))
-    if isinstance(error, RuntimeError) and FULL_DISK.search(str(error)):
+    if isinstance(error, RuntimeError | OSError) and FULL_DISK.search(str(error)):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return None
+    return error if isinstance(error, OSError) else None
 
 
 def lacking(traceback: str) -> str | None:

@@ -14,7 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -24,17 +26,19 @@ import pytest
 import torch
 from conftest import holds, with_slow
 from forks import NO_MOUNT, Done, Forks, Task
-from models import convert_folder, load, save_source
+from models import convert_folder, load, logits, save_source, tokens
 from training import BASES, byte_tokenizer, metrics, same, stage, tensors, write_recipe
 
 from linearize import __version__
 from linearize.checkpoint.atomic import output_folder, remove_leftovers, write_atomically
 from linearize.checkpoint.card import measured
+from linearize.checkpoint.provenance import copying_code, open_config
 from linearize.cli import main
 from linearize.errors import Exit, LinearizeError, redact
 from linearize.hub.push import check_secrets
 from linearize.recipe.recipe import load_recipe
 from linearize.train.runs import Position, Run
+from linearize.train.save import load_converted
 from linearize.verify.reload import result_of, started
 
 OPTIONS = ("--to", "gsa", "--set", "slots=8", "--set", "chunk_size=16")
@@ -414,6 +418,44 @@ def test_of_conversions_to_one_place_one_wins(forks: Forks, source: Path) -> Non
     assert all(re.search("is in use|--overwrite", done.output) for done in ended if done.code)
     load(output)
     assert names(source.parent) == {"source", "linear"}
+
+
+# Arguments: a folder, and one in which all say that they are there: transformers has no copy of the code yet.
+LOAD = """
+import os, sys, time
+from pathlib import Path
+import torch
+from models import logits, tokens
+from linearize.train.save import load_converted
+begin = Path(sys.argv[2])
+(begin / str(os.getpid())).touch()
+while len([*begin.iterdir()]) < 8:
+    time.sleep(0.01)
+print("found", float(logits(load_converted(Path(sys.argv[1]), torch.float32, False), tokens(1, 12)).abs().sum()))
+"""
+
+
+@pytest.mark.slow
+def test_eight_processes_load_a_folder_at_once(forks: Forks, source: Path) -> None:
+    folder, begin = convert_folder(source, source.parent / "eight"), source.parent / "begin"
+    begin.mkdir()
+    ended = forks.together([Task([str(folder), str(begin)], script=LOAD) for _ in range(8)])
+    wanted = float(logits(load(folder), tokens(1, 12)).abs().sum())
+    for done in ended:
+        assert (done.code, f"found {wanted}" in done.output) == (0, True), done.output
+
+
+@pytest.mark.parametrize("opened", [open_config, lambda folder: load_converted(folder, torch.float32, False)])
+def test_code_is_copied_by_one_process_at_a_time(source: Path, opened: Callable[[Path], Any]) -> None:
+    """transformers writes it in place, and of eight processes one imported half a file now and then."""
+    folder = convert_folder(source, source.parent / "one")
+    done = threading.Event()
+    with copying_code():
+        thread = threading.Thread(target=lambda: (opened(folder), done.set()))
+        thread.start()
+        assert not done.wait(1.0)
+    thread.join(60)
+    assert done.is_set()
 
 
 @pytest.mark.parametrize("locks", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,39 @@ def test_config_weights_and_tokenizer_that_do_not_belong_together(
     code, message = told(linearize, place, monkeypatch, "generate")
     assert code == Exit.INCOMPATIBLE, message
     assert re.search(wanted, message), message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "eval ours --teacher source --lengths 448 --trials 1 data.eval={files:[train.jsonl]}",
+        "eval ours --teacher source --tasks piqa=piqa.jsonl",
+        "convert source --to gsa --set slots=4 -o out --keep-softmax auto:1 --score-text train.jsonl",
+        "convert source --to gsa --set slots=4 -o out --layers 0 --kept-window auto:16 --score-text train.jsonl",
+        "finetune recipe.yaml 'data.train={teacher: {tokens: 9, length: 8, prompts: train.jsonl}}'",
+        "logits recipe.yaml teacher.model=source -o logits --top 4",
+    ],
+)
+def test_tokens_that_the_embedding_does_not_have(
+    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """Which of many a text has is known when it is cut into tokens."""
+    for name in ("ours", "source"):
+        more_tokens(place / name)
+    (place / "train.jsonl").write_text(json.dumps({"text": "ab and ab " * 99}) + "\n")
+    (place / "piqa.jsonl").write_text('{"question": "ab?", "choices": ["a", "b"], "label": 1}\n')
+    monkeypatch.chdir(place)
+    code, _, message = linearize(*shlex.split(words))
+    assert (code, holds(message, "tokenizer", "257")) == (Exit.INCOMPATIBLE, True), message
+    assert not {"out", "logits"} & {path.name for path in place.iterdir()}
+
+
+def test_half_a_folder_is_not_trained(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result would be without what was not copied."""
+    (place / "ours" / "generation_config.json").unlink()
+    code, message = told(linearize, place, monkeypatch, "finetune")
+    assert (code, holds(message, "generation_config.json", "linearize.json")) == (Exit.INCOMPATIBLE, True), message
+    assert not (place / "run" / "final").exists()
 
 
 def test_an_option_of_a_mechanism_that_is_no_number(

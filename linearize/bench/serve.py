@@ -38,6 +38,8 @@ LOADS = (Load(1, 128), Load(64, 512), Load(32, 16384), Load(8, 65536))
 LOAD = re.compile(r"([1-9][0-9]{,8})x([1-9][0-9]{,8})")
 # Of a sequence, for how many fit.
 HELD = 32768
+# Options of vLLM by which it takes the same commit of the Hub that was looked at here.
+PINNED = ("revision", "code_revision", "tokenizer_revision")
 # What the reason follows in the log of an engine that exits with 2 or 3.
 REFUSED = "bench serve: "
 
@@ -59,7 +61,8 @@ def parse_loads(text: str) -> tuple[Load, ...]:
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
     """Options of vLLM's engine: key=value, values as YAML reads them.
 
-    Raises LinearizeError (2) for one without a value, for one that is no YAML or no JSON, and for the model.
+    Raises LinearizeError (2) for one without a value, for one that is no YAML or no JSON, and for the model and its
+    revision.
     """
     found = {}
     for one in given:
@@ -71,6 +74,8 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
             equals = ""
         if not (equals and key.isidentifier() and key != "model"):
             raise LinearizeError(f"--engine: {one!r} is not key=value, for example dtype=bfloat16", Exit.USAGE)
+        if key in PINNED:  # code of another revision than the one that was looked at would run
+            raise LinearizeError(f"--engine {one}: give --revision, or leave it out", Exit.USAGE)
     return found
 
 
@@ -80,27 +85,32 @@ def bench_serve(
     *,
     steps: int = 256,
     timeout: float = 1800.0,
+    revision: str | None = None,
     options: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measure each of `models`, the source first; `options` go to vLLM's engines, `timeout` is seconds for one engine.
+    """Measure each of `models`, the source first; the last one in this `revision`. `options` go to vLLM's engines,
+    `timeout` is seconds for one engine.
 
     Raises LinearizeError: 2 for an option that vLLM has not, 3 for what is no model, has code that is not trusted or
     vLLM refuses, 4 where vLLM is not installed, 5 for the Hub, 6 for an engine that failed, with the end of its log.
     """
     if not is_installed("vllm"):
         raise LinearizeError("bench serve needs vLLM: pip install vllm", Exit.RESOURCE)
-    trusted = dict.fromkeys(models, trust_remote_code)
+    found: dict[str, dict[str, Any]] = {}
     for model in models:  # before the first of them is measured
-        folder = open_source(model, None, weights=False).folder
-        if is_linearized(folder):
-            check_code(folder, trust_remote_code)
-            trusted[model] = True
+        source = open_source(model, revision if model == models[-1] else None, weights=False)
+        found[model] = {"trust_remote_code": trust_remote_code}
+        if is_linearized(source.folder):
+            check_code(source.folder, trust_remote_code)
+            found[model]["trust_remote_code"] = True
+        if source.revision is not None:
+            found[model] |= dict.fromkeys(PINNED, source.revision)
     result: dict[str, Any] = {"loads": [load.name for load in loads], "steps": steps, "models": {}}
     for model in models:
         asked: dict[str, Any] = {"model": model, "loads": [*loads], "steps": steps, "held": HELD}
-        asked["options"] = {"trust_remote_code": trusted[model], **(options or {})}
+        asked["options"] = {**found[model], **(options or {})}
         result["models"][model] = measured = run_engine(asked, timeout)
         result["machine"] = measured.pop("machine")
         tell(f"{model}: ready after {measured['start_s']} s")

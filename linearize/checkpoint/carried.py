@@ -17,6 +17,7 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_imports
 
 from ..errors import Exit, IncompatibleError, no_file
+from .manifest import MANIFEST, check_complete, listed_files
 
 # What transformers reads of tokenizers, processors and generation settings. The tokenizers' own names are those of
 # `vocab_files_names` in every tokenizer class of transformers 5.17 and 5.23; a test compares them.
@@ -65,6 +66,13 @@ def is_read(path: Path) -> bool:
     if path.name.startswith("."):
         return False
     return path.name in NAMES or VERSIONED.fullmatch(path.name) is not None or is_licence(path)
+
+
+def check_carried(folder: Path) -> None:
+    """Raise LinearizeError (exit 3) where what goes along was not copied with a converted folder. Pictures of its card
+    do not, and are not downloaded either; a folder that transformers saved lists nothing."""
+    if (folder / MANIFEST).exists():
+        check_complete(folder, [name for name in listed_files(folder) if not is_read(folder / name)])
 
 
 def is_licence(path: Path) -> bool:

@@ -18,7 +18,11 @@ from .templates import templates_of, written
 MODELING_FILE = "modeling_linearized.py"
 
 # Files that travelled under another name until 0.3.0 was released: that name, and what a model's file imports of it.
-EARLIER = {"attention_hooks": ("seam", "Linearized"), "static_layers": ("rooms", "Rooms")}
+EARLIER = {
+    "attention_hooks": ("seam", "Linearized"),
+    "static_layers": ("rooms", "Rooms"),
+    "learned_maps": ("hedgehog", "hedgehog"),
+}
 
 
 # Heads that are trained anew on a model of text, by the Auto classes that load them: rewards are of the first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -75,13 +76,29 @@ def check_code_cache() -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def copying_code() -> Iterator[None]:
+    """Within: no other linearize has transformers copy the code of a model to where it is imported. Files are written
+    in place there, and a process that loads the same model would import half of one.
+
+    Raises LinearizeError (exit 4) where there is no place for it.
+    """
+    check_code_cache()
+    handle = os.open(HF_MODULES_CACHE, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def open_config(folder: Path) -> Any:
     """The config object of a converted folder, by its own code, which `check_code` has seen.
 
     Raises LinearizeError: 3 for values that it refuses, 4 where transformers has no place for that code.
     """
-    check_code_cache()
-    with usable(folder):
+    with copying_code(), usable(folder):
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
 
 

@@ -18,10 +18,9 @@ from ..probe.probe import found_in
 from ..verify.reload import scratch_folder
 from . import write as checkpoint
 from .adopt import native_config
-from .carried import carried_files, is_read
+from .carried import carried_files, check_carried
 from .code import MODELING_FILE, SourceClasses, code_files
 from .known_code import known_files
-from .manifest import check_complete, listed_files
 from .provenance import (
     check_code,
     check_mixers,
@@ -60,8 +59,7 @@ def plan_converted(
             "it. Train it again with finish.merge_lora=true"
         )
     if weights:
-        # What goes along; of the Hub nothing else is downloaded, such as pictures of the card.
-        check_complete(folder, [name for name in listed_files(folder) if not is_read(folder / name)])
+        check_carried(folder)
         check_mixers(folder, old)
     try:
         head = natives_of(old).head

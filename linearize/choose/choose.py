@@ -25,7 +25,7 @@ from ..data.documents import check_enough
 from ..data.packing import Blocks, TextSource, build_blocks
 from ..errors import IncompatibleError, LinearizeError, reason_of
 from ..measure.evaluate import check_finite
-from ..measure.generate import device_memory, load_tokenizer
+from ..measure.generate import device_memory, load_tokenizer, watch_tokens
 from ..measure.positions import long_rows, longest_text
 from ..measure.recall import Row, Writer
 from ..plan.heads import leaves_one, named
@@ -155,6 +155,7 @@ def choose(
     scoring.say(f"choosing {count} of {of} to keep softmax by --score-by {scoring.method}, on text: {scoring.text}")
     tokenizer = open_tokenizer(source, scoring)
     model = load_source(source, natives, plan, scoring)
+    watch_tokens(model, tokenizer)
     seq_len = min(scoring.seq_len, most_tokens(model) or scoring.seq_len)
     train, text = text_batches(scoring.text, tokenizer, seq_len, model.device)
     recall, lacking = recall_batches(tokenizer, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
@@ -245,6 +246,7 @@ def local_mixture(scoring: Scoring, plan: Plan, source: Source, natives: SourceC
     tokenizer."""
     tokenizer = open_tokenizer(source, scoring)
     model = load_source(source, natives, plan, scoring)
+    watch_tokens(model, tokenizer)
     return Mixture(model, dataclasses.replace(plan, steps=plan.local), plan.local), tokenizer
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal.arguments import Overrides, Trust, check_base, path, split_values
+from ..terminal.arguments import Overrides, Revision, Trust, check_base, path, split_values
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, finite, print_json, say, show
 from ..terminal.progress import TORCH, starting
@@ -161,6 +161,7 @@ def bench_serve(
     options: Annotated[
         list[str] | None, typer.Option("--engine", help="Option of vLLM's engine as key=value. Repeatable.")
     ] = None,
+    revision: Revision = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -175,5 +176,6 @@ def bench_serve(
     models = [model_name(name) for name in ([source] if source else []) + [model]]
     wanted = parse_loads(loads) if loads else LOADS
     engine = parse_options(options or [])
-    result = measure(models, wanted, steps=steps, options=engine, trust_remote_code=trust_remote_code, tell=say)
+    how: dict[str, Any] = {"revision": revision, "options": engine, "trust_remote_code": trust_remote_code}
+    result = measure(models, wanted, steps=steps, tell=say, **how)
     tell_result(result, markdown, as_json)

@@ -37,6 +37,7 @@ NO_RECIPE = (
 
 # By which a result of this command is known.
 BEGINS = '{"student": "'
+MOST = 100_000  # texts: all are made before the first is measured
 PNG = b"\x89PNG"
 # Options that mean something for models that write text alone, for tasks alone, and for models of transformers alone.
 OF_TEXT = ("lengths", "trials", "generate", "seed")
@@ -74,11 +75,12 @@ def evaluate(
     lengths: Annotated[
         str, typer.Option(help="Lengths of recall and needle texts in tokens, for example 256,1024.")
     ] = "256,512,1024",
-    trials: Annotated[int, typer.Option(min=1, help="Number of texts for each task and length.")] = 32,
+    trials: Annotated[int, typer.Option(min=1, max=MOST, help="Number of texts for each task and length.")] = 32,
     generate: Annotated[
         int,
         typer.Option(
             min=0,
+            max=MOST,
             help="Texts that each model generates, to measure recall, whether Python parses, and repetition; of "
             "conversations also whether answers end.",
         ),

@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from ..checkpoint.atomic import check_output, output_folder
-from ..checkpoint.carried import carried_files, is_read
+from ..checkpoint.carried import carried_files, check_carried, is_read
 from ..checkpoint.manifest import is_linearized, plan_of_resaved
 from ..checkpoint.provenance import behind, check_code, open_config
 from ..checkpoint.source import open_source
@@ -60,6 +60,7 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
         raise LinearizeError(f"{output} and the model {source.folder} must be separate folders. Choose another -o")
     check_output(output, overwrite=False)
     plan = check_code(source.folder, trust_remote_code)
+    check_carried(source.folder)
     version = behind(source.folder, plan)
     if version is not None:
         way = f"Bring it to this version first: linearize upgrade {quoted(model)}"

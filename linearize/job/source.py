@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import scratch_beside
+from ..checkpoint.carried import check_carried
 from ..checkpoint.manifest import plan_of_resaved, read_plan
 from ..checkpoint.source import Source, open_source
 from ..choose.choose import Scoring, choosers
@@ -45,11 +46,13 @@ def open_source_of(recipe: Recipe, weights: bool) -> Iterator[str]:
 def converted_base(recipe: Recipe, commit: str | None = None, *, weights: bool = True) -> Source:
     """A base that was converted before; from the Hub, with its `weights`, when there is none here.
 
-    Raises LinearizeError (exit 3) for a base that linearize did not write.
+    Raises LinearizeError (exit 3) for a base that linearize did not write, or half of which was copied.
     """
     source = open_source(base_path(recipe), commit or recipe.model.revision, weights=weights)
     if plan_of_resaved(source.folder) is None:
         read_plan(source.folder)
+    if weights:
+        check_carried(source.folder)
     return source
 
 

@@ -26,7 +26,7 @@ from ..recipe.recipe import Recipe
 from ..terminal.progress import progress
 from ..train.losses import Pooling, pooled
 from ..train.runtime import to_source
-from .generate import Opened, device_memory
+from .generate import Opened, device_memory, watch_tokens
 
 WORDS = 100  # of a passage, at least
 PASSAGES = 1000
@@ -85,6 +85,8 @@ def compare_embeddings(
     check_source(source, ours, recipe.folder, "data.eval")
     text = to_source(source, recipe.data.pack.text_key, recipe.folder)
     tokenizer, pooling = open_processor(student.folder, "masked"), pooling_of(teacher.folder)
+    for model in (ours, theirs):
+        watch_tokens(model, tokenizer)
     length = longest or recipe.data.pack.seq_len
     rows, read = list[tuple[str, str]](), 0
     for first, rest in passages(plain_texts(text)):

@@ -150,6 +150,7 @@ def with_tokenizer(opened: Opened, name: str, teacher: bool, trust_remote_code: 
         )
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     tokenizer = load_tokenizer(opened.folder, opened.linearized or trust_remote_code)
+    watch_tokens(opened.model, tokenizer)
     return Loaded(opened.model, tokenizer, teacher)
 
 
@@ -227,6 +228,14 @@ def check_tokens(model: Any, highest: int) -> None:
             "Put the model's own tokenizer into its folder",
             Exit.INCOMPATIBLE,
         )
+
+
+def watch_tokens(model: Any, tokenizer: Any) -> None:
+    """Make each pass of a model `check_tokens` where its tokenizer, with what was added to it, has more tokens than the
+    embedding has rows: most texts have none of those."""
+    embedding = model.get_input_embeddings()
+    if len(tokenizer) > len(embedding.weight):
+        embedding.register_forward_pre_hook(lambda _, ids: check_tokens(model, int(ids[0].max())))
 
 
 def check_fits(model: Any, prompt: int, new: int) -> None:

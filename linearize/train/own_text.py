@@ -3,7 +3,7 @@
 A folder holds `batch.json`, how many texts are written at a time, and shards 00000.jsonl, 00001.jsonl, ..: one batch
 each, complete or absent. Shard k is a function of the model, the prompts, the batch and (seed, k), so writing that was
 stopped goes on behind the last shard. A row is {text} or {messages}, with `tokens` that the teacher wrote, and `ended`,
-whether it ended the text itself.
+whether it ended the text itself. An empty line behind the rows says that none of them is lost.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..data.chat import Message, asked_of, end_tokens, opened_turn, prompt_ids
 from ..data.documents import TextSource, documents_of, end_token, start_tokens
 from ..data.packing import hashed_generator
 from ..errors import Exit, LinearizeError, undamaged, writing
+from ..measure.generate import check_tokens
 from ..probe.trace import quiet
 from ..recipe.data import CHAT, OwnText
 from ..terminal.output import short
@@ -143,6 +144,7 @@ def write_own_text(
     if written >= asked.tokens:
         return
     prompts = find_prompts(asked, source, tokenizer)
+    check_tokens(model, max(token for prompt in prompts for token in prompt.ids))
     width = -(-max(len(prompt.ids) for prompt in prompts) // 8) * 8
     chat = asked.prompts == CHAT
     length = min(asked.length, QUESTION) if chat else asked.length
@@ -169,7 +171,7 @@ def write_own_text(
                 )
                 message = f"the teacher wrote nothing in {EMPTY} batches of {batch}: {remedy}"
                 raise LinearizeError(message, Exit.CHECK_FAILED)
-            write_atomically(folder / f"{number:05d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            write_atomically(folder / f"{number:05d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows) + "\n")
             new = tokens_from(folder, number)  # also of later ones, where one in between was lost
             advance(min(new, asked.tokens - written))
             written += new
@@ -229,7 +231,10 @@ def tokens_from(folder: Path, number: int) -> int:
 def rows_in(shard: Path) -> list[dict[str, Any]]:
     """The rows of a shard. Raises LinearizeError (exit 2) for one that is damaged."""
     with undamaged(shard, "Delete it, and it is written again"):
-        rows = [json.loads(line) for line in shard.read_text("utf-8").split("\n") if line]
+        text = shard.read_text("utf-8")
+        if text != "\n" and not text.endswith("\n\n"):
+            raise ValueError("its end is missing")
+        rows = [json.loads(line) for line in text.split("\n") if line]
         for row in rows:
             if type(row["tokens"]) is not int or not isinstance(row.get("text", row.get("messages")), str | list):
                 raise TypeError("a row without a text and its number of tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -25,7 +26,7 @@ from ..checkpoint.atomic import output_folder
 from ..checkpoint.carried import code_of
 from ..checkpoint.code import SourceClasses, code_files
 from ..checkpoint.manifest import CARD, is_linearized, read_plan
-from ..checkpoint.provenance import behind, check_code, check_code_cache, open_config, outdated
+from ..checkpoint.provenance import behind, check_code, check_code_cache, copying_code, open_config, outdated
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
@@ -76,7 +77,8 @@ def load_whole(folder: Path, dtype: Any, trust_remote_code: bool) -> Any:
     """
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            with copying_code() if trust_remote_code else contextlib.nullcontext():
+                config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             named = None if getattr(config, "auto_map", None) else (config.architectures or [""])[0]
             loader: Any = getattr(transformers, named or "", None)
             if loader is None or loader.can_generate():

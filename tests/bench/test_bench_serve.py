@@ -35,7 +35,7 @@ quick = 2.0 if "linear" in asked["model"] else 1.0
 figures = {"step_ms": 3.0 / quick, "written_tokens_s": 1000 * quick, "read_tokens_s": 5e4}
 result = {"start_s": 60.0, "first_request_s": 0.02, "tenth_request_s": 0.01, "fits": {"32768": 100 * quick}}
 result["loads"] = {f"{n} x {t}": figures for n, t in asked["loads"]}
-result["trusted"] = asked["options"]["trust_remote_code"]
+result |= {"trusted": asked["options"]["trust_remote_code"], "options": asked["options"]}
 result["machine"] = {"device": "a card", "vllm": "0", "torch": "2"}
 open(asked["result"], "w").write(json.dumps(result))
 """
@@ -49,9 +49,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     script.write_text(ENGINE)
     monkeypatch.setattr(serve, "is_installed", lambda name: True)
 
-    def opened(model: str, *_: Any, **__: Any) -> Any:
+    def opened(model: str, *more: Any, **_: Any) -> Any:
         sources.append(model)
-        return SimpleNamespace(folder=Path(model))
+        return SimpleNamespace(folder=Path(model), revision=more[0] or "f00d" if model.startswith("hub/") else None)
 
     monkeypatch.setattr(serve, "open_source", opened)
     monkeypatch.setattr(
@@ -124,6 +124,20 @@ def test_code_of_a_model_runs_in_the_engine_only_when_trusted(zoo: Zoo, tmp_path
     with pytest.raises(LinearizeError) as raised:
         trusted()
     assert (raised.value.code, holds(raised.value.message, "gsa.py", "--trust-remote-code")) == (3, True)
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_engine_takes_the_commit_that_was_looked_at(linearize: Command, tmp_path: Path) -> None:
+    """Meanwhile the Hub may have other code under the name."""
+    asked = ("bench", "serve", "hub/linear", "--source", "hub/source", "--loads", "1x8", "--json")
+    for more, wanted in (((), "f00d"), (("--revision", "v1"), "v1")):
+        found = json.loads(linearize(*asked, *more)[1])["models"]
+        for name, commit in (("hub/source", "f00d"), ("hub/linear", wanted)):
+            assert {found[name]["options"][key] for key in serve.PINNED} == {commit}
+    here = json.loads(linearize("bench", "serve", tmp_path, "--loads", "1x8", "--json")[1])["models"]
+    assert not here[str(tmp_path)]["options"].keys() & {*serve.PINNED}
+    code, _, err = linearize(*asked, "--engine", "code_revision=v1")
+    assert (code, holds(err, "code_revision=v1", "--revision")) == (Exit.USAGE, True), err
 
 
 @pytest.mark.usefixtures("engine")

@@ -17,7 +17,14 @@ import torch
 from datasets import Dataset
 from models import convert_folder
 from training import BYTES, base, byte_tokenizer, make_recipe, small_source, stage, text, train
-from transformers import AutoModelForCausalLM, GPT2Tokenizer, Trainer, TrainingArguments, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    GPT2Tokenizer,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 from typer.testing import CliRunner
 
 from linearize import api
@@ -168,6 +175,25 @@ def test_trainer_trains_saves_and_goes_on(folder: Path, tmp_path: Path, checkpoi
     if not checkpointing:
         byte_tokenizer().save_pretrained(tmp_path / "checkpoint-2")
         comes_back(tmp_path / "checkpoint-2", tmp_path)
+
+
+def test_trainer_accumulates_what_one_batch_has(folder: Path, tmp_path: Path) -> None:
+    """Rows of several lengths: the mean is over all their tokens, whatever the batches are."""
+    rows = [
+        {"input_ids": ids, "labels": ids} for ids in byte_tokenizer()([one[:40] for one in SENTENCES[:4]])["input_ids"]
+    ]
+    rows = [{name: ids[: 10 * (number + 1)] for name, ids in row.items()} for number, row in enumerate(rows)]
+    found = []
+    for size, times in ((4, 1), (1, 4), (2, 2)):
+        given = settings(tmp_path) | {"per_device_train_batch_size": size, "gradient_accumulation_steps": times}
+        arguments = TrainingArguments(**given, optim="sgd", learning_rate=0.1, max_grad_norm=0.0)
+        collate = DataCollatorForSeq2Seq(tokenizer())
+        trainer = Trainer(load(folder), arguments, train_dataset=Dataset.from_list(rows), data_collator=collate)
+        trainer.train()
+        found.append((losses(trainer), torch.cat([p.detach().flatten() for p in trainer.model.parameters()])))
+    for logged, weights in found[1:]:
+        assert logged == pytest.approx(found[0][0], rel=1e-5)
+        assert (weights - found[0][1]).abs().max() < 1e-5
 
 
 # ---------------------------------------------------------------- PEFT

@@ -7,12 +7,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from models import load, save_source, tokens
+from conftest import Command, holds
+from models import copied, load, save_source, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,9 +26,6 @@ from linearize.export.engines import engines_for, mlx_logits
 from linearize.export.native import FORMATS, export_native, one_pass, prove, stepped
 from linearize.export.qwen3_5 import sections_of
 from linearize.serve.folder import layers_of
-
-if TYPE_CHECKING:
-    from conftest import Command
 
 QWEN = ("qwen3", "gdn", {"native": True})
 LLAMA = ("llama", "mamba2", {})
@@ -510,6 +508,16 @@ def test_formats_and_folders_that_are_not_there_are_told(qwen: Made, tmp_path: P
     with pytest.raises(LinearizeError, match=r"separate.*folders"):
         export_native(str(qwen.linear), "auto", qwen.linear / "out")
     assert {*FORMATS} == {"qwen3_5", "granitemoehybrid"}
+
+
+@pytest.mark.parametrize("how", [("--as", "gguf"), ("--to", "onnx")])
+def test_half_a_folder_is_not_exported(llama: Made, linearize: Command, tmp_path: Path, how: tuple[str, str]) -> None:
+    """Nobody would miss in the result what was not copied."""
+    half = copied(llama.linear, tmp_path / "half")
+    (half / "generation_config.json").unlink()
+    code, _, err = linearize("export", half, *how, "-o", tmp_path / "out")
+    assert (code, holds(err, "generation_config.json", "linearize.json")) == (3, True), err
+    assert not (tmp_path / "out").exists()
 
 
 def test_our_plugin_leaves_them_to_vllm(qwen: Made, llama: Made) -> None:

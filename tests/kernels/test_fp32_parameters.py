@@ -19,10 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from linearize.checkpoint.shards import write_shard
 from linearize.checkpoint.source import read_header
 from linearize.convert import convert, plan_conversion
-from linearize.plan.mechanisms import load_mechanism
+from linearize.plan.mechanisms import build_mixer, load_mechanism, resolve_options
 from linearize.serve.shards import shard
 from linearize.serve.states import layout_class, state_layouts
 from linearize_kernels.hf.attention_hooks import mixers_of
+from linearize_kernels.layout import TokenLayout
+from linearize_kernels.mixer import AttentionSite
 
 # Mechanism and options -> what stays in float32.
 CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
@@ -232,6 +234,29 @@ def test_training_keeps_their_digits(tmp_path: Path, narrow: bool) -> None:
     for name in names:
         assert not torch.equal(value(final, name).to(BF16).float(), value(final, name))
         assert torch.equal(load(final).get_parameter(name), value(final, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "half_life"), [("gdn", 1e-9), ("gla", 1e-3), ("gsa", 0.1)])
+def test_memories_of_less_than_a_token_train_in_bf16(name: str, half_life: float) -> None:
+    options = {"half_life_min": half_life, "half_life_max": half_life, "chunk_size": 16}
+    site = AttentionSite(0, "attn", "Attention", 32, 4, 2, 8, 8, 0.35, True)
+    mixer = build_mixer(name, site, resolve_options(name, options))
+    mixer.reset_parameters()
+    for key, parameter in mixer.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if key in mixer.fp32_names() else BF16)
+    optimizer = torch.optim.AdamW(mixer.parameters(), lr=1e-2)
+    q, k, v = (torch.randn(2, 24, heads, 8, dtype=BF16) for heads in (4, 2, 2))
+    x, found = torch.randn(2, 24, 32, dtype=BF16), []
+    for _ in range(500):
+        o, _ = mixer(q, k, v, x, TokenLayout(causal=True))
+        loss = (o.float() - v.repeat_interleave(2, 2).float()).square().mean()
+        loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters() if parameter.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert found[-1] < found[0]
 
 
 def test_layers_of_the_source_with_such_names_keep_their_dtype(tmp_path: Path) -> None:

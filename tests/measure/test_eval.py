@@ -335,6 +335,8 @@ def test_layers_that_were_linear_before_count_too() -> None:
         (("--lengths", f"{LENGTH},99999999"), Exit.USAGE, ("--lengths", "99999999")),
         (("data.eval={images: .}",), Exit.USAGE, ("data.eval",)),
         (("data.eval={files: hedlout.txt}",), Exit.USAGE, ("/heldout.txt'?",)),
+        (("--trials", "1000000000000"), Exit.USAGE, ("--trials",)),
+        (("--generate", "1000000000000"), Exit.USAGE, ("--generate",)),
         (("--device", "tpu"), Exit.USAGE, ("choose", "cuda")),
         (("--dtype", "int8"), Exit.USAGE, ("choose keep",)),
     ],

@@ -187,3 +187,9 @@ def test_a_limit_on_files_is_no_full_disk(number: int, said: str) -> None:
     found = resource_error(OSError(number, os.strerror(number), "x.bin"))
     assert found is not None
     assert said in found.message
+
+
+def test_numpy_does_not_say_that_a_disk_is_full() -> None:
+    found = resource_error(OSError("8224 requested and 3368 written"))
+    assert found is not None
+    assert "no space left" in found.message

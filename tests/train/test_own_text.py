@@ -202,7 +202,11 @@ ROWS = ['{"tokens": 5}', '{"text": 7, "tokens": 5}', '{"text": "a", "tokens": 1e
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [*(("00000.jsonl", f"{row}\n") for row in [*ROWS, "[1]", '{"te']), ("batch.json", '{"batch": 0}')],
+    [
+        *(("00000.jsonl", f"{row}\n\n") for row in [*ROWS, "[1]", '{"te']),
+        *(("00000.jsonl", cut) for cut in ("", '{"text": "a", "tokens": 1}\n')),
+        ("batch.json", '{"batch": 0}'),
+    ],
     ids=str,
 )
 def test_a_damaged_file_is_named(teacher: Any, tmp_path: Path, name: str, text: str) -> None:
