@@ -310,7 +310,7 @@ def test_kl_of_completions_alone(root: Path, tmp_path: Path) -> None:
     asked = targets(batch) != -100
     assert 0 < asked.sum() < batch["valid"].sum()
     tokens = torch.stack([batch["valid"].sum(), asked.sum()])
-    loss, _ = end_to_end_loss(recipe.stages[0], student, model, batch, tokens, contextlib.nullcontext)
+    loss, _ = end_to_end_loss(recipe.stages[0], student, batch, tokens, contextlib.nullcontext)
     with torch.no_grad():
         ours = forward(model, batch).log_softmax(-1)
         with student.as_teacher():
@@ -350,7 +350,7 @@ def test_labels_are_smoothed(root: Path, tmp_path: Path) -> None:
     batch = collate([blocks[0], blocks[1]], torch.device("cpu"))
     wanted = targets(batch)
     tokens = torch.stack([batch["valid"].sum(), (wanted != -100).sum()])
-    loss, _ = end_to_end_loss(recipe.stages[0], Student(model), model, batch, tokens, contextlib.nullcontext)
+    loss, _ = end_to_end_loss(recipe.stages[0], Student(model), batch, tokens, contextlib.nullcontext)
     logits = forward(model, batch).transpose(1, 2)
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, wanted, label_smoothing=0.2))
     assert not torch.isclose(loss, torch.nn.functional.cross_entropy(logits, wanted), rtol=1e-5)

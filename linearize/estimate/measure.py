@@ -77,7 +77,7 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
     tokens, said = torch.ones(3, device=device), list[str]()
     run: Any = lambda batch, tokens: (step.micro_batch(batch), {})  # noqa: E731
     graphed = None
-    if step.recipe.runtime.graphs and not unrecordable(step.recipe, stage, device, 1, kind):
+    if step.recipe.runtime.graphs and not unrecordable(step.recipe, stage, device, False, kind):
         run = graphed = GraphedSteps(run, step.parameters, micro, said.append)
 
     def one_step(advance: Advance = silent) -> None:

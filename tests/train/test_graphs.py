@@ -136,7 +136,7 @@ def test_a_step_that_is_not_finite_changes_nothing(root: Path, tmp_path: Path, m
     [
         ({}, ""),
         ({"device": torch.device("cpu")}, "GPU"),
-        ({"processes": 2}, "processes"),
+        ({"sharded": True}, "shards"),
         ({"kind": "images"}, "images"),
         ({"runtime": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
         ({"runtime": {"precision": "fp16"}}, "fp16"),
@@ -148,7 +148,7 @@ def test_a_step_that_is_not_finite_changes_nothing(root: Path, tmp_path: Path, m
 def test_what_cannot_be_recorded(root: Path, tmp_path: Path, changed: dict[str, Any], why: str) -> None:
     one = stage("sft", "all", **changed.pop("stage", {}))
     recipe = make_recipe(tmp_path, root, one, runtime=changed.pop("runtime", {}))
-    given = {"device": torch.device("cuda"), "processes": 1, "kind": "text", **changed}
+    given = {"device": torch.device("cuda"), "sharded": False, "kind": "text", **changed}
     found = graphs.unrecordable(recipe, recipe.stages[0], **given)
     assert why in found
     assert bool(found) == bool(why)
@@ -174,7 +174,7 @@ def test_it_is_refused_before_the_conversion_and_told_by_a_dry_run(root: Path, t
 
 def test_checkpointing_is_none_of_a_transfer(root: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, root, stage("attention_transfer"), runtime={"gradient_checkpointing": True})
-    assert not graphs.unrecordable(recipe, recipe.stages[0], torch.device("cuda"), 1, "text")
+    assert not graphs.unrecordable(recipe, recipe.stages[0], torch.device("cuda"), False, "text")
 
 
 class Line:
