@@ -283,7 +283,7 @@ class Finetuner:
         parameters = self.prepare(number, stage)
         optimizer = make_optimizer(self.student.groups(stage, parameters), stage, self.device, self.recipe.seed)
         order = BlockOrder(len(blocks), self.recipe.seed, self.recipe.data_for(stage).repeats)
-        schedule = make_schedule(stage, optimizer, steps)
+        schedule = make_schedule(stage, steps)
         loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
         if isinstance(stage, AttentionTransfer):
             chosen = [blocks[order.block(k)] for k in range(min(POWER_BLOCKS, len(blocks)))]
