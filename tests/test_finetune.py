@@ -43,7 +43,7 @@ from linearize.data.batches import collate, forward, targets
 from linearize.data.documents import TextSource
 from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
-from linearize.errors import Exit, LinearizeError
+from linearize.errors import CheckFailedError, Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run as estimated
 from linearize.job.notes import next_commands
@@ -484,6 +484,24 @@ def test_data_are_looked_for_before_layers_are_compared_and_converted(
             finetune(recipe, say=print)
         assert refused.value.code == code
         assert not (tmp_path / "run").exists()
+
+
+def test_a_base_that_fails_its_check_trains_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check runs while the model loads. In a folder that was there before, the next start converts again."""
+
+    def failed(*arguments: Any) -> str:
+        raise CheckFailedError("missing keys")
+
+    monkeypatch.setattr("linearize.job.start.verify", failed)
+    convert = {"mechanism": "gsa", "options": {"slots": 4, "chunk_size": 16}}
+    source, finish = base(root, "llama").parent / "source", {"verify": True}
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckFailedError):
+        train(make_recipe(tmp_path, source, stage("logit_kl", steps=1), convert=convert, finish=finish))
+    assert not (tmp_path / "run" / "converted").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_no_clean_process_starts_where_none_is_wanted(
