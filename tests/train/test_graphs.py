@@ -88,6 +88,30 @@ def test_losses_that_are_read_later_are_the_same(root: Path, tmp_path: Path, mon
     assert same(*(tensors(tmp_path / str(on) / "run" / "final") for on in (True, False)))
 
 
+@pytest.mark.slow
+def test_all_that_is_fast_ends_within_the_noise_of_a_seed(
+    root: Path, tmp_path: Path, replayed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded, compiled, with a fused optimizer and losses read later, in bf16: in the mean of all steps not half as far
+    from the plain run as another seed is."""
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(loop, "device_ms", lambda work: work())
+    monkeypatch.setattr(speed, "card_flops", lambda: None)
+    one = stage("logit_kl", "all", steps=12, batch={"gradient_accumulation_steps": 2})
+    found = dict[str, Tensor]()
+    for name, seed in (("plain", 42), ("other", 43), ("fast", 42)):
+        fast = name == "fast"
+        if fast:
+            monkeypatch.setattr(runtime, "FUSED", ("cpu",))
+            monkeypatch.setattr(loop, "DEFERRING", ("cpu",))
+        given = {"device": "cpu", "precision": "bf16", "graphs": fast, "compile": fast}
+        train(make_recipe(tmp_path / name, base(root, "llama", layers="1"), one, runtime=given, seed=seed))
+        found[name] = torch.tensor(metrics(tmp_path / name))
+    assert replayed
+    fast, other = ((found[name] - found["plain"]).abs().mean() for name in ("fast", "other"))
+    assert fast < other / 2
+
+
 def test_a_stage_ends_with_its_speed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that is watched trains like the others, and each figure is in the line."""
 
