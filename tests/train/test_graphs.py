@@ -92,8 +92,8 @@ def test_losses_that_are_read_later_are_the_same(root: Path, tmp_path: Path, mon
 def test_all_that_is_fast_ends_within_the_noise_of_a_seed(
     root: Path, tmp_path: Path, replayed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded, compiled, with a fused optimizer and losses read later, in bf16: in the mean of all steps not half as far
-    from the plain run as another seed is."""
+    """Recorded, compiled, with a fused optimizer and losses read later, in bf16: not half as far from the plain run as
+    another seed is, in the mean of all steps."""
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
     monkeypatch.setattr(loop, "device_ms", lambda work: work())
     monkeypatch.setattr(speed, "card_flops", lambda: None)
