@@ -15,7 +15,7 @@ from ..terminal.progress import Advance, progress, silent
 from ..train.device import on_cpu
 from ..train.graphs import PLAIN_STEPS, GraphedSteps, unrecordable
 from ..train.progress import forget_peak, memory_bytes
-from ..train.runtime import make_optimizer
+from ..train.runtime import clip, make_optimizer
 from ..train.save import meta_model
 from ..train.speed import Products, shares
 from ..train.student import Student
@@ -84,7 +84,7 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
         for batch in batches:
             run(batch, tokens)
             advance(1)
-        torch.nn.utils.clip_grad_norm_(step.parameters, stage.optimizer.max_grad_norm)
+        clip(step.parameters, stage.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=graphed is None)
 

@@ -44,6 +44,7 @@ from .losses import IGNORED
 from .offload import Host, offloaded
 from .progress import StageProgress, forget_peak, memory_bytes
 from .runs import OPTIMIZER, Position, reading
+from .runtime import clip
 from .speed import Products, Speed
 from .stages import end_to_end_loss, transfer_loss, written
 
@@ -323,7 +324,8 @@ class StageLoop:
             terms.append(parts)
         if accelerator.num_processes > 1:
             add_up(self.parameters, accelerator.device, mean=not self.transfers)
-        norm = accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.max_grad_norm)
+        own = not owner.sharded and accelerator.scaler is None  # gradients as they are, in one piece
+        norm = (clip if own else accelerator.clip_grad_norm_)(self.parameters, self.stage.optimizer.max_grad_norm)
         shares = torch.stack(losses).sum()
         names = [*terms[0]]
         sums = [torch.stack([parts[name] for parts in terms]).sum() for name in names]

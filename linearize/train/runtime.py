@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,17 @@ def make_optimizer(
         return SmallAdamW(groups, lr=chosen.lr, betas=chosen.betas, weight_decay=chosen.weight_decay, seed=seed)
     fused = device.type in FUSED
     return torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, weight_decay=chosen.weight_decay, fused=fused)
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], most: float) -> torch.Tensor:
+    """torch's `clip_grad_norm_`, which multiplies bf16 gradients by a float32 number, one after another: five times as
+    long as by one of their dtype."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    share = (most / (norm + 1e-6)).clamp(max=1.0)
+    for dtype in {grad.dtype for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], share.to(dtype))
+    return norm
 
 
 def caches_casts(recipe: Recipe, zero: bool) -> bool:
