@@ -182,8 +182,7 @@ def hidden_states(model: Any, batch: Batch) -> tuple[Tensor, type]:
 def head(model: Any, hidden: Tensor, kind: type, gathered: Gathered) -> Tensor:
     """The logits [B,t,V] that `model` makes of hidden states, which its body gives in an output of that class."""
     with _body_gives(model.base_model, kind(last_hidden_state=hidden)), _in_place(model, gathered):
-        run = model.forward if gathered else model  # FSDP's hooks are around the call
-        return run(inputs_embeds=hidden, use_cache=False).logits
+        return model.forward(inputs_embeds=hidden, use_cache=False).logits
 
 
 def gathered_head(model: Any, autocast: Callable[[], Any]) -> Gathered:
@@ -249,8 +248,11 @@ def _in_place(model: nn.Module, gathered: Gathered) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _body_gives(body: Any, output: Any) -> Iterator[None]:
-    body.forward = lambda *args, **named: output
+    # Hooks of model and body stay out: layers that are computed again ask what these noted of the pass before.
+    hooks = body._forward_pre_hooks, body._forward_hooks
+    body.forward, body._forward_pre_hooks, body._forward_hooks = lambda *args, **named: output, {}, {}
     try:
         yield
     finally:
         del body.forward
+        body._forward_pre_hooks, body._forward_hooks = hooks
