@@ -69,6 +69,7 @@ def train(job: Job) -> dict[str, Any]:
             with accelerator.main_process_first():
                 base, named = open_base(job, accelerator.is_main_process), job.full_teacher
             tuner.load(base, named)
+            job.checked()
         accelerator.init_trackers(recipe.name, config=hyperparameters(recipe))
         complete = tuner.train(job.only)
         report = finish(tuner, complete, say)

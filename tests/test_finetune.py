@@ -43,7 +43,7 @@ from linearize.data.batches import collate, forward, targets
 from linearize.data.documents import TextSource
 from linearize.data.packing import build_blocks
 from linearize.demo import model_folder
-from linearize.errors import Exit, LinearizeError
+from linearize.errors import CheckFailedError, Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run as estimated
 from linearize.job.notes import next_commands
@@ -125,8 +125,7 @@ def test_schedules(
     schedule: dict[str, Any], expected: list[float], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", steps=10, schedule=schedule))
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    factor = make_schedule(recipe.stages[0], optimizer, 10)
+    factor = make_schedule(recipe.stages[0], 10)
     assert [factor(n) for n in range(10)] == pytest.approx(expected)
     used, update = [], StageLoop._update
 
@@ -310,7 +309,7 @@ def test_kl_of_completions_alone(root: Path, tmp_path: Path) -> None:
     asked = targets(batch) != -100
     assert 0 < asked.sum() < batch["valid"].sum()
     tokens = torch.stack([batch["valid"].sum(), asked.sum()])
-    loss, _ = end_to_end_loss(recipe.stages[0], student, model, batch, tokens, contextlib.nullcontext)
+    loss, _ = end_to_end_loss(recipe.stages[0], student, batch, tokens, contextlib.nullcontext)
     with torch.no_grad():
         ours = forward(model, batch).log_softmax(-1)
         with student.as_teacher():
@@ -350,7 +349,7 @@ def test_labels_are_smoothed(root: Path, tmp_path: Path) -> None:
     batch = collate([blocks[0], blocks[1]], torch.device("cpu"))
     wanted = targets(batch)
     tokens = torch.stack([batch["valid"].sum(), (wanted != -100).sum()])
-    loss, _ = end_to_end_loss(recipe.stages[0], Student(model), model, batch, tokens, contextlib.nullcontext)
+    loss, _ = end_to_end_loss(recipe.stages[0], Student(model), batch, tokens, contextlib.nullcontext)
     logits = forward(model, batch).transpose(1, 2)
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, wanted, label_smoothing=0.2))
     assert not torch.isclose(loss, torch.nn.functional.cross_entropy(logits, wanted), rtol=1e-5)
@@ -485,6 +484,24 @@ def test_data_are_looked_for_before_layers_are_compared_and_converted(
             finetune(recipe, say=print)
         assert refused.value.code == code
         assert not (tmp_path / "run").exists()
+
+
+def test_a_base_that_fails_its_check_trains_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check runs while the model loads. In a folder that was there before, the next start converts again."""
+
+    def failed(*arguments: Any) -> str:
+        raise CheckFailedError("missing keys")
+
+    monkeypatch.setattr("linearize.job.start.verify", failed)
+    convert = {"mechanism": "gsa", "options": {"slots": 4, "chunk_size": 16}}
+    source, finish = base(root, "llama").parent / "source", {"verify": True}
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckFailedError):
+        train(make_recipe(tmp_path, source, stage("logit_kl", steps=1), convert=convert, finish=finish))
+    assert not (tmp_path / "run" / "converted").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_no_clean_process_starts_where_none_is_wanted(

@@ -255,11 +255,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def hub_kernel(config: Any) -> str | None:
     """`key=value` of the first entry of a config, or of one inside it, that names a kernel of the Hub, whose code would
     run: an attention or expert implementation with a slash in it. None where there is none."""
-    for keys, value in leaves(config):
-        # Under such a key may be a value for each part of the model.
-        key = next((one for one in map(str, keys) if KERNEL_KEY.search(one)), None)
-        if key and isinstance(value, str) and "/" in value:
-            return f"{key}={value}"
+    left: list[tuple[str, Any]] = [("", config)]
+    while left:  # as `leaves`, without the keys of all entries: a tokenizer has hundreds of thousands
+        named, value = left.pop()
+        if isinstance(value, dict):
+            # Under such a key may be a value for each part of the model.
+            left += [(named or key * bool(KERNEL_KEY.search(key)), item) for key, item in value.items()][::-1]
+        elif isinstance(value, list):
+            left += [(named, item) for item in value if named or isinstance(item, dict | list)][::-1]
+        elif named and isinstance(value, str) and "/" in value:
+            return f"{named}={value}"
     return None
 
 

@@ -122,7 +122,7 @@ class Distiller:
         groups = [{"params": new, "lr": settings.new_lr or settings.lr}, {"params": old, "lr": settings.lr}]
         asked: Any = stage  # which has what is read of any stage
         optimizer = make_optimizer([group for group in groups if group["params"]], asked, accelerator.device)
-        rates, factor = [group["lr"] for group in optimizer.param_groups], make_schedule(asked, optimizer, stage.steps)
+        rates, factor = [group["lr"] for group in optimizer.param_groups], make_schedule(asked, stage.steps)
         if start and run.resume_from is not None:
             with reading(path := run.resume_from / OPTIMIZER):
                 optimizer.load_state_dict(torch.load(path, map_location=accelerator.device, weights_only=True))

@@ -18,7 +18,7 @@ from ..data.batches import kind_of, limits, token_limit, tokens_per_sample
 from ..demo import BYTES
 from ..errors import Exit, LinearizeError
 from ..recipe.data import DemoSource, FileSource, TeacherSource, holds_images, local_paths, parts_of
-from ..recipe.recipe import AttentionTransfer, Recipe, Stage
+from ..recipe.recipe import Recipe, Stage
 from ..terminal.output import size
 from ..train.chunked_head import obstacle
 from ..train.compiled import compiles, saved_seconds
@@ -137,16 +137,15 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
     size is taken."""
     recipe, found = rehearsal.recipe, list[StageCost]()
     for number, stage in enumerate(recipe.stages):
-        memory = divided(rehearsal.stage(number), processes(), sharded(), isinstance(stage, AttentionTransfer))
+        memory = divided(rehearsal.stage(number), processes(), sharded())
         blocks, length = stage.batch.blocks, tokens_per_sample(recipe.data_for(stage))
         steps = stage_steps(stage, blocks * processes(), length, max_steps)
         tokens = None if steps is None else steps * blocks * processes() * length
-        plain = unrecordable(recipe, stage, torch.device("cuda"), processes(), kind_of(rehearsal.model))
+        plain = unrecordable(recipe, stage, torch.device("cuda"), sharded(), kind_of(rehearsal.model))
         recorded = recipe.runtime.graphs is not False and not plain
         seconds = step_seconds(stage, memory, device, rehearsal.precision, recorded)
-        if seconds is not None and compiles(
-            recipe, stage, rehearsal.model, torch.device(device.kind), processes(), tokens or 0
-        ):
+        own = (tokens or 0) // processes()
+        if seconds is not None and compiles(recipe, stage, rehearsal.model, torch.device(device.kind), sharded(), own):
             seconds -= min(saved_seconds(rehearsal.model, blocks * length), seconds / 2)
         rate = None if seconds is None else blocks * processes() * length / seconds
         hours = None if rate is None or tokens is None else tokens / rate / 3600

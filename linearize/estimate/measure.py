@@ -15,7 +15,7 @@ from ..terminal.progress import Advance, progress, silent
 from ..train.device import on_cpu
 from ..train.graphs import PLAIN_STEPS, GraphedSteps, unrecordable
 from ..train.progress import forget_peak, memory_bytes
-from ..train.runtime import make_optimizer
+from ..train.runtime import clip, make_optimizer
 from ..train.save import meta_model
 from ..train.speed import Products, shares
 from ..train.student import Student
@@ -77,14 +77,14 @@ def measure_steps(step: Step, device: torch.device, advance: Advance = silent) -
     tokens, said = torch.ones(3, device=device), list[str]()
     run: Any = lambda batch, tokens: (step.micro_batch(batch), {})  # noqa: E731
     graphed = None
-    if step.recipe.runtime.graphs and not unrecordable(step.recipe, stage, device, 1, kind):
+    if step.recipe.runtime.graphs and not unrecordable(step.recipe, stage, device, False, kind):
         run = graphed = GraphedSteps(run, step.parameters, micro, said.append)
 
     def one_step(advance: Advance = silent) -> None:
         for batch in batches:
             run(batch, tokens)
             advance(1)
-        torch.nn.utils.clip_grad_norm_(step.parameters, stage.optimizer.max_grad_norm)
+        clip(step.parameters, stage.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=graphed is None)
 

@@ -85,15 +85,11 @@ def moments(parameter: Tensor, small: bool) -> list[Tensor]:
     return [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
 
 
-def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> Memory:
+def divided(memory: Memory, processes: int, sharded: bool) -> Memory:
     """The memory of one of several processes: FSDP2 and ZeRO-3 divide the source's part of what stays, DDP nothing.
-    What is gathered is among the activations then, and else nothing is.
-
-    What is computed here was not counted: DDP's buckets, a second copy of the gradients, and sharding's gathered units.
+    What is gathered is among the activations then, and else nothing is: it is computed here, and was not counted.
     """
     parts, gathered = dict(memory.parts), 0
-    if processes > 1 and not sharded and not transfers:
-        parts["gradients"] *= 2
     if processes > 1 and sharded:
         for part in PARTS[:5]:
             whole = memory.whole.get(part, 0)

@@ -57,7 +57,7 @@ class Step:
         model, blocks = self.student.model, self.stage.batch.blocks
         length = self.recipe.data_for(self.stage).pack.seq_len
         tokens = (stage_steps(self.stage, blocks, length, None) or 0) * blocks * length
-        if compiles(self.recipe, self.stage, model, next(model.parameters()).device, 1, tokens):
+        if compiles(self.recipe, self.stage, model, next(model.parameters()).device, False, tokens):
             self.compiled = CompiledLayers(self.student.model).on
 
     def batch(self, documents: int = 1) -> Batch:
@@ -114,7 +114,7 @@ class Step:
         if self.recipe.runtime.offload_activations:
             saving = partial(offloaded, self.host or Host(model))
         with self.compiled():
-            loss = end_to_end_loss(self.stage, self.student, model, batch, tokens, autocast, saving)[0]
+            loss = end_to_end_loss(self.stage, self.student, batch, tokens, autocast, saving)[0]
             backward(loss)
         return loss.detach()
 

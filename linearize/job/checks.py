@@ -21,7 +21,7 @@ from ..data.documents import TextSource, check_rows, no_datasets
 from ..demo import named_base
 from ..errors import LinearizeError, ResourceError, did_you_mean, existing_folder
 from ..estimate.advice import advise
-from ..estimate.estimate import refusal
+from ..estimate.estimate import refusal, sharded
 from ..estimate.memory import Rehearsal
 from ..recipe.data import DatasetSource, TeacherSource, holds_images, parts_of
 from ..recipe.recipe import Recipe
@@ -45,7 +45,7 @@ def check_fit(job: Job, model: Any) -> None:
 def check_before_start(job: Job) -> None:
     """All that can be refused of a job before its folder is opened."""
     check_fit(job, job.model)
-    check_graphs(job.recipe, torch.device(job.device.kind), processes(), job.model)
+    check_graphs(job.recipe, torch.device(job.device.kind), sharded(), job.model)
     check_resources(job)
     check_text(job.recipe)
 

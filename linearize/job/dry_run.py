@@ -68,7 +68,7 @@ def dry_run(
             rehearsal = job.rehearse(advance=advance)
             check_fit(job, rehearsal.model)
             try:
-                check_graphs(recipe, torch.device(device.kind), processes(), rehearsal.model)
+                check_graphs(recipe, torch.device(device.kind), sharded(), rehearsal.model)
             except LinearizeError as error:
                 say(f"note: a real run is refused: {error.message}")
             if resume is not None:

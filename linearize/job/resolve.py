@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from ..train.runs import Run
 from ..train.runtime import Say, check_runtime
 from ..train.save import meta_model
 from ..train.teacher import Named, find_teacher, meta_teacher
+from ..verify.reload import stop_children
 from .checks import check_folders_separate, check_stage_name
 from .source import base_path, converted_base, open_source_of, plan_base
 
@@ -62,6 +65,7 @@ class Job:
         self.recipe, self.run, self.only, self.max_steps, self.say = recipe, run, only, max_steps, say
         self._held, self._gpu = held, gpu
         self._counted = dict[str, Counted]()  # of stages that were rehearsed, for other recipes
+        self._check: Future[str] | None = None  # of the base
 
     # ------------------------------------------------------------ found once
 
@@ -133,6 +137,22 @@ class Job:
             models.append(meta_teacher(self.teacher))
         count = sum(p.numel() for model in models for p in model.parameters())
         return count * BYTES_AT_MOST < SMALL * self.device.memory
+
+    def meanwhile(self, check: Callable[[], str]) -> None:
+        """Check the converted base in a clean process, seconds in which this one loads it; `checked` waits for that."""
+        self._check = self._held.enter_context(ThreadPoolExecutor(1)).submit(check)
+        self._held.callback(stop_children)
+
+    def checked(self) -> None:
+        """Say what the check found. Raises what it raised, and then leaves no base that a start would take for good."""
+        if self._check is None:
+            return
+        try:
+            self.say(self._check.result())
+        except BaseException:
+            assert self.run is not None
+            shutil.rmtree(self.run.converted)
+            raise
 
     def rehearse(self, recipe: Recipe | None = None, advance: Advance = silent) -> Rehearsal:
         """Its steps on tensors without memory; or those of another recipe for the same model."""

@@ -23,10 +23,10 @@ from ..recipe.recipe import Recipe
 from ..train.own_text import find_prompts
 from ..train.runs import Run
 from ..train.session import own_texts
-from ..verify.reload import Level
+from ..verify.reload import verify
 from .checks import check_before_start, check_fit, check_packages, check_text, data_hashes
 from .notes import say_rounding
-from .resolve import Base
+from .resolve import Base, say_nothing
 from .source import converted_base, open_source_of, plan_base
 
 if TYPE_CHECKING:
@@ -140,9 +140,10 @@ def convert_base(job: Job) -> None:
                 job.say(choice.scored())
         if plan.window_choice is not None:
             job.say(plan.window_choice.measured())
-        level: Level = "keys" if recipe.finish.verify else "none"
-        target, seed = run.converted, recipe.seed
-        convert(plan, source, natives, target, level=level, trust_remote_code=job.trust, seed=seed, say=job.say)
+        target, trust = run.converted, job.trust
+        convert(plan, source, natives, target, level="none", trust_remote_code=trust, seed=recipe.seed, say=say_nothing)
+        if recipe.finish.verify:
+            job.meanwhile(lambda: verify(target, "keys", source, plan, trust))
     run.note_base(run.converted)
 
 

@@ -450,7 +450,7 @@ class Runtime(Strict):
     """Micro batches of packed text as one CUDA graph each, for GPUs that wait for Python; auto: where it is faster."""
     compile: Literal["auto", True, False] = "auto"
     """torch.compile of each layer in the stages behind attention transfer: a minute at the start, then more tokens/s;
-    auto: on one GPU, where a stage of text is long enough to win that minute back."""
+    auto: where each process holds whole weights, and a stage of text is long enough to win that minute back."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Processes that read and prepare samples ahead, such as images; 0: the training process does it."""
     batch: Literal["given", "auto"] = "given"

@@ -47,7 +47,6 @@ def obstacle(model: Any) -> str:
 def chunked_loss(
     stage: Stage,
     student: Student,
-    wrapped: Any,
     batch: Batch,
     tokens: Tensor,
     autocast: Callable[[], Any],
@@ -58,7 +57,7 @@ def chunked_loss(
     assert size is not None
     theirs = predictions_of(student, batch, autocast) if stage.asks_teacher else None
     with autocast(), saving():
-        ours, kind = hidden_states(model, wrapped, batch)
+        ours, kind = hidden_states(model, batch)
     gathered = gathered_head(model, autocast)
 
     names: list[str] = []
@@ -105,7 +104,7 @@ def logits_of(
         if parts is not None and len(parts) == 1:
             whole = forward(model, batch)
             return lambda part: whole
-        hidden, kind = hidden_states(model, model, batch)
+        hidden, kind = hidden_states(model, batch)
     gathered = gathered_head(model, autocast)
 
     def piece(part: slice) -> Tensor:
@@ -169,13 +168,12 @@ class _Chunks(torch.autograd.Function):
         return None, None, None, of_hidden, None, *of_trained
 
 
-def hidden_states(model: Any, wrapped: Any, batch: Batch) -> tuple[Tensor, type]:
-    """What the body of `model` hands to its head [B,T,hidden], and the class of its output; `wrapped` is the model or
-    what is around it."""
+def hidden_states(model: Any, batch: Batch) -> tuple[Tensor, type]:
+    """What the body of `model` hands to its head [B,T,hidden], and the class of its output."""
     kept: list[Any] = []
     handle = model.base_model.register_forward_hook(lambda body, inputs, output: kept.append(output))
     try:
-        wrapped(**{name: batch[name] for name in INPUTS if name in batch}, use_cache=False, logits_to_keep=1)
+        model(**{name: batch[name] for name in INPUTS if name in batch}, use_cache=False, logits_to_keep=1)
     finally:
         handle.remove()
     return kept[0].last_hidden_state, type(kept[0])
@@ -184,8 +182,7 @@ def hidden_states(model: Any, wrapped: Any, batch: Batch) -> tuple[Tensor, type]
 def head(model: Any, hidden: Tensor, kind: type, gathered: Gathered) -> Tensor:
     """The logits [B,t,V] that `model` makes of hidden states, which its body gives in an output of that class."""
     with _body_gives(model.base_model, kind(last_hidden_state=hidden)), _in_place(model, gathered):
-        run = model.forward if gathered else model  # FSDP's hooks are around the call
-        return run(inputs_embeds=hidden, use_cache=False).logits
+        return model.forward(inputs_embeds=hidden, use_cache=False).logits
 
 
 def gathered_head(model: Any, autocast: Callable[[], Any]) -> Gathered:
@@ -251,8 +248,11 @@ def _in_place(model: nn.Module, gathered: Gathered) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _body_gives(body: Any, output: Any) -> Iterator[None]:
-    body.forward = lambda *args, **named: output
+    # Hooks of model and body stay out: layers that are computed again ask what these noted of the pass before.
+    hooks = body._forward_pre_hooks, body._forward_hooks
+    body.forward, body._forward_pre_hooks, body._forward_hooks = lambda *args, **named: output, {}, {}
     try:
         yield
     finally:
         del body.forward
+        body._forward_pre_hooks, body._forward_hooks = hooks

@@ -28,16 +28,16 @@ def saved_seconds(model: Any, tokens: int) -> float:
     return tokens * config.num_hidden_layers * config.hidden_size * SAVED
 
 
-def compiles(recipe: Recipe, stage: Stage, model: Any, device: torch.device, processes: int, tokens: int) -> bool:
-    """Whether a stage of so many tokens compiles its layers. `runtime.compile: auto` does so on one GPU, where batches
-    have one shape and the run is long enough to win back what compiling takes."""
+def compiles(recipe: Recipe, stage: Stage, model: Any, device: torch.device, sharded: bool, tokens: int) -> bool:
+    """Whether a stage of so many tokens a process compiles its layers. `runtime.compile: auto` does so on GPUs that
+    hold whole weights, where batches have one shape and the run is long enough to win back what compiling takes."""
     asked = recipe.runtime.compile
     if asked != "auto":
         return asked and not isinstance(stage, AttentionTransfer)
     if not isinstance(stage, LogitKL | SFT) or (isinstance(stage, SFT) and stage.drop_path):
         return False
     varied = recipe.runtime.offload_activations or getattr(model, "hf_quantizer", None) is not None
-    if device.type != "cuda" or processes > 1 or varied or kind_of(model) != "text":
+    if device.type != "cuda" or sharded or varied or kind_of(model) != "text":
         return False
     return saved_seconds(model, tokens) > COSTS
 

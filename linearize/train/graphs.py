@@ -38,14 +38,14 @@ LOSS_OFF, NORMS_OFF = 0.02, 0.05
 ROOM = 0.9
 
 
-def unrecordable(recipe: Recipe, stage: Stage, device: torch.device, processes: int, kind: Kind) -> str:
+def unrecordable(recipe: Recipe, stage: Stage, device: torch.device, sharded: bool, kind: Kind) -> str:
     """Why micro batches of a stage cannot be recorded, as far as that is known before it runs; empty where they can.
     `kind` is that of its samples."""
     runtime = recipe.runtime
     if device.type != "cuda":
         return "there is no GPU"
-    if processes > 1:
-        return "several processes add up their gradients"
+    if sharded:
+        return "its weights are in shards, which are gathered anew"
     if runtime.gradient_checkpointing and not isinstance(stage, AttentionTransfer):
         return "gradient_checkpointing draws random numbers again"
     if runtime.precision == "fp16":

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,6 +44,7 @@ from .losses import IGNORED
 from .offload import Host, offloaded
 from .progress import StageProgress, forget_peak, memory_bytes
 from .runs import OPTIMIZER, Position, reading
+from .runtime import clip
 from .speed import Products, Speed
 from .stages import end_to_end_loss, transfer_loss, written
 
@@ -55,6 +58,7 @@ READ_EVERY, READ_SECONDS = 10, 1.0
 DEFERRING = ("cuda",)  # devices that work while Python goes on
 # The step of a process that torch's profiler watches, behind those in which graphs are recorded.
 WATCHED = 9
+BUCKET = 1 << 26  # gradients that processes sum at a time
 # A step that is done, its loss, its gradients' norm, its learning rate, its terms: tensors, or numbers that were read.
 Unread = tuple[int, Any, Any, float, dict[str, Any]]
 Report = Callable[[int, float, float, float, dict[str, float]], None]
@@ -141,12 +145,7 @@ class StageLoop:
         accelerator.free_memory()  # forget the optimizer of the stage before
         forget_peak()
         self.transfers = isinstance(stage, AttentionTransfer)
-        self.wrapped, self.optimizer = owner.model, accelerator.prepare_optimizer(optimizer)
-        # Layer losses of a transfer are backpropagated inside forward, past the hooks of DDP: no wrapper there,
-        # gradients are added up by hand. A single process needs none, and accelerate's would widen the logits.
-        self.replicated = not self.transfers and accelerator.num_processes > 1 and not owner.sharded
-        if self.replicated:
-            self.wrapped = accelerator.prepare_model(owner.model)
+        self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.compiled: Callable[[], Any] = contextlib.nullcontext
         set_checkpointing(owner.model, owner.recipe.runtime.gradient_checkpointing and not self.transfers)
         self.saving: Callable[[], Any] = contextlib.nullcontext
@@ -167,8 +166,8 @@ class StageLoop:
         owner = self.owner
         self.read_ahead(start)
         self.graphed = self._graphs(start)
-        tokens = (self.steps - start) * self.tokens_per_step
-        if compiles(owner.recipe, self.stage, owner.model, owner.device, owner.accelerator.num_processes, tokens):
+        tokens = (self.steps - start) * self.tokens_per_step // owner.accelerator.num_processes
+        if compiles(owner.recipe, self.stage, owner.model, owner.device, owner.sharded, tokens):
             owner.say(f"{self.stage.name}: layers are compiled, which takes about a minute (runtime.compile)")
             self.compiled = CompiledLayers(owner.model).on
         try:
@@ -179,8 +178,6 @@ class StageLoop:
             if self.graphed is not None:
                 self.graphed.close()
             self.graphed = None
-        if self.wrapped is not owner.model:
-            owner.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
 
     def _graphs(self, start: int) -> GraphedSteps | None:
         """What records micro batches as CUDA graphs; None where they stay plain."""
@@ -188,7 +185,7 @@ class StageLoop:
         asked, kind = owner.recipe.runtime.graphs, kind_of(owner.model)
         if not asked or (asked == "auto" and self.steps - start < PLAIN_STEPS + LEAST_STEPS):
             return None
-        if unrecordable(owner.recipe, stage, owner.device, owner.accelerator.num_processes, kind):
+        if unrecordable(owner.recipe, stage, owner.device, owner.sharded, kind):
             return None
         micro = stage.batch.gradient_accumulation_steps
         return GraphedSteps(
@@ -321,15 +318,14 @@ class StageLoop:
             set_training(owner.model, dropout=not isinstance(self.stage, FeatureCosine))
         for number, batch in enumerate(micro):
             torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, number, accelerator.process_index))
-            last = number == len(micro) - 1
-            apart = accelerator.no_sync(self.wrapped) if self.replicated and not last else contextlib.nullcontext()
-            with apart, self._counted(step, number):
+            with self._counted(step, number):
                 share, parts = run(batch, tokens)
             losses.append(share)
             terms.append(parts)
-        if not self.replicated and accelerator.num_processes > 1:
-            self._add_gradients()
-        norm = accelerator.clip_grad_norm_(self.parameters, self.stage.optimizer.max_grad_norm)
+        if accelerator.num_processes > 1:
+            add_up(self.parameters, accelerator.device, mean=not self.transfers)
+        own = not owner.sharded and accelerator.scaler is None  # gradients as they are, in one piece
+        norm = (clip if own else accelerator.clip_grad_norm_)(self.parameters, self.stage.optimizer.max_grad_norm)
         shares = torch.stack(losses).sum()
         names = [*terms[0]]
         sums = [torch.stack([parts[name] for parts in terms]).sum() for name in names]
@@ -357,13 +353,6 @@ class StageLoop:
             yield
         self.compiled = compiled
         self.speed.flops = counted.flops * self.stage.batch.gradient_accumulation_steps
-
-    def _add_gradients(self) -> None:
-        """Over processes, for parameters that neither DDP nor FSDP takes care of."""
-        for parameter in self.parameters:
-            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-                how = "sum" if self.transfers else "mean"
-                parameter.grad = self.owner.accelerator.reduce(parameter.grad, how)
 
     def _update(self, loss: float, norm: float, lr: float, step: int) -> None:
         """The optimizer's part of a step, unless loss or gradients are unusable."""
@@ -401,10 +390,10 @@ class StageLoop:
         if self.transfers:
             with accelerator.autocast():
                 return transfer_loss(owner.student, batch, tokens[0], self.power, accelerator.backward), {}
-        given = self.stage, owner.student, self.wrapped, batch, tokens
+        given = self.stage, owner.student, batch, tokens
         with self.compiled():
             loss, terms = end_to_end_loss(*given, accelerator.autocast, self.saving)
-            # DDP and FSDP take the mean over processes of what has to be a sum.
+            # FSDP takes the mean over processes of what has to be a sum, and so does `add_up`.
             accelerator.backward(loss * accelerator.num_processes)
         return loss.detach(), terms
 
@@ -487,6 +476,32 @@ class StageLoop:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         if state["scaler"] is not None and self.owner.accelerator.scaler is not None:
             self.owner.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def add_up(parameters: list[torch.nn.Parameter], device: torch.device, mean: bool) -> None:
+    """Sum gradients over processes, or take their mean, but for those in shards, which are summed already. Some at a
+    time, and where they lie, since recordings add to them there. One that a process has not is zero there: its expert
+    got no token."""
+    own = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    known = torch.tensor([parameter.grad is not None for parameter in own], dtype=torch.int32, device=device)
+    dist.all_reduce(known, dist.ReduceOp.MAX)
+    buckets: dict[torch.dtype, list[list[Tensor]]] = {}
+    for parameter, somewhere in zip(own, known.tolist(), strict=True):
+        if not somewhere:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        last = buckets.setdefault(parameter.grad.dtype, [[]])
+        if sum(grad.numel() for grad in last[-1]) > BUCKET:
+            last.append([])
+        last[-1].append(parameter.grad)
+    for grads in itertools.chain(*buckets.values()):
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        if mean:
+            flat /= dist.get_world_size()
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 def defers(accelerator: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -124,7 +124,7 @@ class Finetuner:
             if self.sharded and own_texts(self.recipe.data_for(stage)):
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
                 raise IncompatibleError(f"{message}, then give data.train the files in its cache")
-        check_graphs(self.recipe, self.device, self.accelerator.num_processes, self.model)
+        check_graphs(self.recipe, self.device, self.sharded, self.model)
         for note in stage_notes(
             self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
         ):
@@ -283,7 +283,7 @@ class Finetuner:
         parameters = self.prepare(number, stage)
         optimizer = make_optimizer(self.student.groups(stage, parameters), stage, self.device, self.recipe.seed)
         order = BlockOrder(len(blocks), self.recipe.seed, self.recipe.data_for(stage).repeats)
-        schedule = make_schedule(stage, optimizer, steps)
+        schedule = make_schedule(stage, steps)
         loop = StageLoop(self, number, stage, blocks, order, steps, parameters, optimizer, schedule)
         if isinstance(stage, AttentionTransfer):
             chosen = [blocks[order.block(k)] for k in range(min(POWER_BLOCKS, len(blocks)))]
@@ -574,10 +574,10 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]])
     return [f"note: {', '.join(names)}: {message}" for message, names in found.items()]
 
 
-def check_graphs(recipe: Recipe, device: torch.device, processes: int, model: Any) -> None:
+def check_graphs(recipe: Recipe, device: torch.device, sharded: bool, model: Any) -> None:
     """Refuse (exit 3) `runtime.graphs: true` for stages whose steps cannot be recorded."""
     for stage in recipe.stages if recipe.runtime.graphs is True else ():
-        if reason := unrecordable(recipe, stage, device, processes, kind_of(model)):
+        if reason := unrecordable(recipe, stage, device, sharded, kind_of(model)):
             message = f"{stage.name}: runtime.graphs is true, and {reason}"
             raise IncompatibleError(f"{message}. Set it to auto, which leaves such steps plain")
 

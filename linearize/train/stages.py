@@ -182,22 +182,21 @@ def check_prediction(stage: Stage, found: Tensor, batch: Batch, name: str) -> No
 def end_to_end_loss(
     stage: Stage,
     student: Student,
-    wrapped: Any,
     batch: Batch,
     tokens: Tensor,
     autocast: Callable[[], Any],
     saving: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """logit_kl, on_policy_kl, feature_cosine or sft on one micro batch; `wrapped` is the model as accelerate prepared
-    it, and `saving` a context of the student's pass that says where autograd keeps what it needs.
+    """logit_kl, on_policy_kl, feature_cosine or sft on one micro batch; `saving` is a context of the student's
+    pass that says where autograd keeps what it needs.
 
     `tokens` are the counts [valid, targets, rows] of the whole optimizer step, over micro batches and processes. With
     the loss come its terms by name where it has several, as by `terms.total`.
     """
     if stage.chunk_size is not None:
-        return chunked_loss(stage, student, wrapped, batch, tokens, autocast, saving)
+        return chunked_loss(stage, student, batch, tokens, autocast, saving)
     theirs = predictions(student, batch, autocast) if stage.asks_teacher else None
     with autocast(), saving():
-        ours = forward(wrapped, batch)
+        ours = forward(student.model, batch)
     check_prediction(stage, ours, batch, type(student.model).__name__)
     return total(Compared(stage, student, batch, tokens, ours, theirs, slice(None)))

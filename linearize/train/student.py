@@ -213,7 +213,7 @@ class Student:
     def _swap(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Put these tensors where the named parameters are; returns what was there.
 
-        Parameters change places, not their `data`: a `data` of another dtype, even for a moment, loses DDP's hooks.
+        Parameters change places, and nothing is copied.
         FSDP gathers from memory that it knows, so shards are copied; within its forward pass a layer is gathered.
         """
         names = {id(parameter): name for name, parameter in self.named_parameters()}

@@ -17,9 +17,11 @@ from linearize.errors import LinearizeError
 from linearize.estimate.memory import Rehearsal
 from linearize.measure.evaluate import sums_of
 from linearize.train import chunked_head
+from linearize.train.loop import set_checkpointing
 from linearize.train.losses import top_logits
 from linearize.train.runtime import check_divided
 from linearize.train.save import load_converted
+from linearize.train.stages import end_to_end_loss
 from linearize.train.student import Student
 
 
@@ -55,6 +57,24 @@ def test_it_trains_what_all_logits_at_once_train(
             assert relative_error(value, expected[key]) < 1e-3, key
     else:
         assert metrics(pieces) == pytest.approx(metrics(whole), rel=0.05)
+
+
+def test_documents_stay_apart_in_layers_that_are_computed_again(root: Path, tmp_path: Path) -> None:
+    """The head runs between a layer's pass and its second one, without a word of documents."""
+    folder, found = base(root, "llama", layers="1", window=8, sink=1), []
+    for size in (None, 12):
+        student = Student(load_converted(folder, torch.float32, False))
+        recipe = make_recipe(tmp_path, folder, stage("logit_kl", "all", loss={"kl": 1.0, "chunk_size": size}))
+        student.prepare(recipe.stages[0], wide=False)
+        set_checkpointing(student.model.train(), True)
+        torch.manual_seed(0)
+        batch = {"input_ids": torch.randint(200, (2, 48)), "labels": torch.zeros(2, 48, dtype=torch.long)}
+        batch |= {"position_ids": (torch.arange(48) % 16).expand(2, -1), "valid": torch.ones(2, 48).bool()}
+        tokens = torch.full((3,), 96.0)
+        loss, _ = end_to_end_loss(recipe.stages[0], student, batch, tokens, contextlib.nullcontext)
+        loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in student.model.parameters() if p.grad is not None]))
+    assert relative_error(*found) < 1e-5
 
 
 def test_gradients_of_many_stretches_add_up_in_bfloat16() -> None:

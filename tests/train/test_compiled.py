@@ -50,20 +50,20 @@ def near(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "processes", "tokens", "expected"),
+    ("change", "sharded", "tokens", "expected"),
     [
-        ({}, 1, 30_000_000, True),
-        ({}, 1, 3_000_000, False),
-        ({}, 4, 30_000_000, False),
-        ({"compile": False}, 1, 30_000_000, False),
-        ({"compile": True}, 4, 1, True),
-        ({"device": "cpu"}, 1, 30_000_000, False),
-        ({"drop_path": 0.1}, 1, 30_000_000, False),
-        ({"kind": "attention_transfer", "compile": True}, 1, 30_000_000, False),
+        ({}, False, 30_000_000, True),
+        ({}, False, 3_000_000, False),
+        ({}, True, 30_000_000, False),
+        ({"compile": False}, False, 30_000_000, False),
+        ({"compile": True}, True, 1, True),
+        ({"device": "cpu"}, False, 30_000_000, False),
+        ({"drop_path": 0.1}, False, 30_000_000, False),
+        ({"kind": "attention_transfer", "compile": True}, False, 30_000_000, False),
     ],
 )
 def test_auto_compiles_where_a_long_stage_on_one_gpu_wins_it_back(
-    change: dict[str, Any], processes: int, tokens: int, expected: bool
+    change: dict[str, Any], sharded: bool, tokens: int, expected: bool
 ) -> None:
     """Of a model with 30 layers of 576."""
     kind = change.get("kind", "sft")
@@ -83,7 +83,7 @@ def test_auto_compiles_where_a_long_stage_on_one_gpu_wins_it_back(
     config = transformers.LlamaConfig(num_hidden_layers=30, hidden_size=576)
     device = torch.device(change.get("device", "cuda"))
     model = SimpleNamespace(config=config, main_input_name="input_ids", can_generate=lambda: True)
-    assert compiles(recipe, recipe.stages[0], model, device, processes, tokens) is expected
+    assert compiles(recipe, recipe.stages[0], model, device, sharded, tokens) is expected
 
 
 @pytest.mark.slow

@@ -33,11 +33,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, ViTConfig, ViTM
 
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe.recipe import load_recipe
+from linearize.train import loop
 from linearize.train.fsdp import shard
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
-from linearize.train.save import load_converted
-from linearize.train.student import Student
 
 DATA = {"train": {"files": ["chat.jsonl"]}, "eval": {"files": ["heldout.txt"]}, "pack": {"seq_len": T}}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -118,13 +117,54 @@ def assert_same_run(folder: Path, one: Path) -> None:
         assert relative_error(trained[name], value) < 1e-3, name
 
 
+# The command line, where micro batches are recorded from the first step on, and replayed.
+RECORDED = """
+import contextlib, functools, sys
+from linearize import cli
+from linearize.train import graphs, loop, session
+graphs.PLAIN_STEPS = loop.PLAIN_STEPS = 0
+loop.LEAST_STEPS = 1
+replayed = []
+def record(run, x):
+    return lambda: (replayed.append(1), run())
+loop.GraphedSteps = functools.partial(
+    graphs.GraphedSteps, record=record, watch=lambda: contextlib.nullcontext([])
+)
+loop.unrecordable = session.unrecordable = lambda *given: ""
+sys.argv = ["linearize", *sys.argv[1:]]
+cli.main()
+assert len(replayed) > 3
+"""
+
+
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(model: Path, one: Path, tmp_path: Path, forks: Forks) -> None:
-    """With DDP, on one node; the next test has torch's own launcher."""
-    ended = together(forks, "finetune", recipe_in(tmp_path, model, 1, 2), "--json", environment={})
+    """With whole weights in each, as CUDA graphs, on one node; the next test has torch's own launcher."""
+    recipe = recipe_in(tmp_path, model, 1, 2)
+    ended = together(forks, "finetune", recipe, "--json", script=RECORDED, environment={})
     assert [done.code for done in ended] == [0, 0], ended
     assert sorted('"stages"' in done.output for done in ended) == [False, True]  # one of them speaks
     assert_same_run(tmp_path, one)
+
+
+def test_gradients_add_up_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that this process has not, and another has; one that nobody has stays without."""
+
+    def reduce(x: torch.Tensor, how: Any = None) -> None:  # the other process has twice our gradients
+        x.copy_(torch.tensor([1, 1, 1, 0]) if how is torch.distributed.ReduceOp.MAX else 3 * x)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(loop, "BUCKET", 3)
+    dtypes = torch.float32, torch.bfloat16, torch.float32, torch.float32
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype)) for dtype in dtypes]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    before = [parameter.grad for parameter in parameters]
+    loop.add_up(parameters, torch.device("cpu"), mean=True)
+    assert [parameter.grad is None for parameter in parameters] == [False, False, False, True]
+    assert [parameter.grad is grad for parameter, grad in zip(parameters[:2], before, strict=False)] == [True, True]
+    assert [float(parameter.grad.mean()) for parameter in parameters[:3]] == [3.0, 3.0, 0.0]
 
 
 @pytest.mark.slow
@@ -347,21 +387,6 @@ def test_shards_with_small_moments_go_on_in_another_number_of_processes(
     trained, expected = (tensors(tmp_path / place / "run" / "final") for place in ("two", "one"))
     for name, value in expected.items():
         assert relative_error(trained[name], value) < 1e-2, name
-
-
-def test_a_teacher_pass_keeps_the_hooks_of_ddp(model: Path, tmp_path: Path) -> None:
-    """The source's values are bf16, what trains is float32; DDP's hooks hang on what adds a parameter's gradients."""
-    folder = base(model.parent.parent, "llama", "bfloat16")
-    student = Student(load_converted(folder, "auto", False))
-    (trained,) = make_recipe(tmp_path, folder, stage("logit_kl", ["all"])).stages
-    parameters, called = student.prepare(trained, wide=True), []
-    nodes = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
-    for number, node in enumerate(nodes):
-        node.register_hook(lambda *_, number=number: called.append(number))
-    with student.source_weights():
-        assert {parameter.dtype for _, parameter in student.named_parameters()} == {torch.bfloat16, torch.float32}
-    sum(parameter.sum() for parameter in parameters).backward()
-    assert sorted(called) == list(range(len(parameters)))
 
 
 FSDP_REFUSED = [

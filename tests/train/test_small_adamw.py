@@ -19,7 +19,7 @@ from linearize.estimate.memory import Rehearsal
 from linearize.job.dry_run import dry_run
 from linearize.recipe.recipe import Recipe
 from linearize.train import small_adamw
-from linearize.train.runtime import check_divided
+from linearize.train.runtime import check_divided, clip
 from linearize.train.session import Finetuner
 from linearize.train.small_adamw import BLOCK, SmallAdamW, fresh_state, load, rounded, slices, store
 
@@ -204,6 +204,22 @@ def test_long_rows_take_turns(shape: tuple[int, ...], monkeypatch: pytest.Monkey
             optimizer.step()
         ends.append(weight.detach())
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_gradients_of_two_dtypes_are_clipped_as_torch_does(scale: float) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(40, 30, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    parameters.append(torch.nn.Parameter(torch.zeros(3)))  # without a gradient
+    found = []
+    for clipped in (clip, torch.nn.utils.clip_grad_norm_):
+        generator = torch.Generator().manual_seed(0)
+        for parameter in parameters[:2]:
+            parameter.grad = scale * torch.randn(40, 30, generator=generator).to(parameter.dtype)
+        norm = clipped(parameters, 1.0)
+        found.append([norm, *(parameter.grad for parameter in parameters[:2])])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=0)
 
 
 # ---------------------------------------------------------------- what is left to the device
