@@ -518,6 +518,13 @@ def test_our_plugin_leaves_them_to_vllm(qwen: Made, llama: Made) -> None:
             layers_of(made.model.config)
 
 
+def test_vllm_is_told_to_keep_granites_memories_in_fp32(llama: Made) -> None:
+    for dtype, told in {"bfloat16": True, "float32": False}.items():
+        (vllm,) = [e for e in engines_for("granitemoehybrid", {**llama.config, "dtype": dtype}) if e.name == "vLLM"]
+        assert vllm.takes
+        assert ("--mamba-ssm-cache-dtype float32" in vllm.note) == told
+
+
 def test_sglang_takes_llama_3s_rotary_embedding_and_no_other_is_promised(llama: Made) -> None:
     for rope, takes in (("default", True), ("llama3", True), ("yarn", False)):
         config = {**llama.config, "rope_parameters": {**LLAMA3, "rope_type": rope}}
