@@ -532,6 +532,16 @@ def test_sglang_takes_llama_3s_rotary_embedding_and_no_other_is_promised(llama: 
         assert (sglang.takes, "yarn" in sglang.note) == (takes, not takes)
 
 
+def test_a_scaled_rotary_embedding_of_qwen3_5_is_promised_where_it_was_tried(qwen: Made) -> None:
+    text = {**qwen.config["text_config"], "full_attention_interval": 4}
+    for rope, takes in {"default": True, "yarn": False}.items():
+        config = {**text, "rope_parameters": {**text["rope_parameters"], "rope_type": rope}}
+        named = {engine.name: engine for engine in engines_for("qwen3_5", config)}
+        assert all(named[name].takes for name in ("transformers", "vLLM", "MLX"))
+        assert named["SGLang"].takes == named["llama.cpp"].takes == takes
+        assert all((rope in named[name].note) != takes for name in ("vLLM", "SGLang", "llama.cpp"))
+
+
 def test_engines_that_know_intervals_alone_are_named(qwen: Made) -> None:
     whole = {engine.name: engine for engine in engines_for("qwen3_5", qwen.config)}
     assert whole["SGLang"].takes
