@@ -40,6 +40,8 @@ LOAD = re.compile(r"([1-9][0-9]{,8})x([1-9][0-9]{,8})")
 HELD = 32768
 # Options of vLLM by which it takes the same commit of the Hub that was looked at here.
 PINNED = ("revision", "code_revision", "tokenizer_revision")
+# An exception with its message, in a log; engines go on behind those in warnings.
+CAUSE = re.compile(r"^(?!.*WARNING).*?\b(\w+(?:Error|Exception): .{,300})", re.MULTILINE)
 # What the reason follows in the log of an engine that exits with 2 or 3.
 REFUSED = "bench serve: "
 
@@ -140,10 +142,14 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
             engine.wait()
         if out.exists():
             return dict(json.loads(out.read_text("utf-8")))
-        end = log.read_text("utf-8", "replace")[-6000:]
+        text = log.read_text("utf-8", "replace")
+        end = text[-6000:]
         if code in (Exit.USAGE, Exit.INCOMPATIBLE):
             raise LinearizeError(f"{asked['model']}: {end.rpartition(REFUSED)[2].strip()}", Exit(code))
-        raise LinearizeError(f"{asked['model']}: its engine failed. Its log ends:\n{end}", Exit.CHECK_FAILED)
+        # A process that failed is followed by long tracebacks of those that waited for it.
+        first = CAUSE.search(text)
+        cause = "" if first is None else f" with {first[1]}"
+        raise LinearizeError(f"{asked['model']}: its engine failed{cause}. Its log ends:\n{end}", Exit.CHECK_FAILED)
 
 
 # Of a load: the figure, its title, whether it is a number of tokens.

@@ -35,13 +35,17 @@ def qwen3_5_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     )  # fmt: skip
     D, Dv = config["linear_key_head_dim"], config["linear_value_head_dim"]
     sizes = "" if Dv == D and D in (16, 32, 64, 128) else f"on a GPU not with heads of {D} and {Dv}"
+    rope = config["rope_parameters"].get("rope_type", "default")
+    scaled = "" if rope == "default" else f"nobody tried its {rope} rotary embedding"
+    cpp = scaled and f"the {rope} scaling of its rotary embedding has no place in the file that --as gguf writes"
+    sglang = "0.5.23 and later, with the text_config of config.json as its config.json"
     old = "a version before kept layers could be anywhere (pull request 28208) computes others" if every else ""
     return (
         Engine("transformers", True, "5.24 and later"),
-        Engine("vLLM", True, "0.32 and later"),
-        Engine("SGLang", fits, every or "0.5.23 and later, with the text_config of config.json as its config.json"),
+        Engine("vLLM", True, "; ".join(filter(None, ("0.32 and later", scaled)))),
+        Engine("SGLang", fits and not scaled, every or scaled or sglang),
         Engine("MLX", fits, every),
-        Engine("llama.cpp", True, "; ".join(filter(None, (old, sizes)))),
+        Engine("llama.cpp", not scaled, cpp or "; ".join(filter(None, (old, sizes)))),
     )
 
 
@@ -55,10 +59,13 @@ def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     mlx += [scaled] if scaled else []
     inner = config["mamba_n_heads"] * config["mamba_d_head"]
     biased = "rows behind left padding differ, for it convolves biases of padding: pad on the right, or not at all"
+    # Of Qwen3.5 alone it reads from config.json in what dtype the state of a linear layer is kept.
+    half = config["dtype"] != "float32"
+    rounded = [f"with --mamba-ssm-cache-dtype float32, or it rounds memories to {config['dtype']} at each token"] * half
     cpp = f"it insists on an inner size of twice the hidden size, and this one is {inner}: export it --as gguf"
     return (
         Engine("transformers", True, "; ".join(["5.24 and later"] + [biased] * config["mamba_proj_bias"])),
-        Engine("vLLM", True, "0.32 and later"),
+        Engine("vLLM", True, "; ".join(["0.32 and later", *rounded])),
         Engine("SGLang", known, "0.5.23 and later" if known else f"nobody tried its {rope} rotary embedding"),
         Engine("MLX", not mlx, "; ".join(mlx)),
         Engine("llama.cpp", False, cpp),

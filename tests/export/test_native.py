@@ -526,11 +526,28 @@ def test_our_plugin_leaves_them_to_vllm(qwen: Made, llama: Made) -> None:
             layers_of(made.model.config)
 
 
+def test_vllm_is_told_to_keep_granites_memories_in_fp32(llama: Made) -> None:
+    for dtype, told in {"bfloat16": True, "float32": False}.items():
+        (vllm,) = [e for e in engines_for("granitemoehybrid", {**llama.config, "dtype": dtype}) if e.name == "vLLM"]
+        assert vllm.takes
+        assert ("--mamba-ssm-cache-dtype float32" in vllm.note) == told
+
+
 def test_sglang_takes_llama_3s_rotary_embedding_and_no_other_is_promised(llama: Made) -> None:
     for rope, takes in (("default", True), ("llama3", True), ("yarn", False)):
         config = {**llama.config, "rope_parameters": {**LLAMA3, "rope_type": rope}}
         (sglang,) = [engine for engine in engines_for("granitemoehybrid", config) if engine.name == "SGLang"]
         assert (sglang.takes, "yarn" in sglang.note) == (takes, not takes)
+
+
+def test_a_scaled_rotary_embedding_of_qwen3_5_is_promised_where_it_was_tried(qwen: Made) -> None:
+    text = {**qwen.config["text_config"], "full_attention_interval": 4}
+    for rope, takes in {"default": True, "yarn": False}.items():
+        config = {**text, "rope_parameters": {**text["rope_parameters"], "rope_type": rope}}
+        named = {engine.name: engine for engine in engines_for("qwen3_5", config)}
+        assert all(named[name].takes for name in ("transformers", "vLLM", "MLX"))
+        assert named["SGLang"].takes == named["llama.cpp"].takes == takes
+        assert all((rope in named[name].note) != takes for name in ("vLLM", "SGLang", "llama.cpp"))
 
 
 def test_engines_that_know_intervals_alone_are_named(qwen: Made) -> None:
