@@ -1,5 +1,6 @@
 """From how many tokens a linear encoder is faster than SDPA: blocks of DeiT-S, attention and MLP, on random weights; or
-models of text, given as folders, the first of which is the one that the others are compared with.
+models, given as folders, the first of which is the one that the others are compared with. Of models of images
+`--tokens` are sides of a square image, in pixels.
 
 OMP_NUM_THREADS=1 python -m benchmarks.encoder_lengths --mechanisms la:feature_map=hedgehog mhla saga
 OMP_NUM_THREADS=1 python -m benchmarks.encoder_lengths --models MINILM MINILM-LA --tokens 128 256 512
@@ -70,10 +71,13 @@ def of_block(mechanism: str | None, tokens: int, repeats: int, together: int = 0
     return captured_us([run] * PASSES) / 1e6 if compiled and here() == "cuda" else seconds(run, repeats)
 
 
-def of_model(folder: str, tokens: int, repeats: int) -> float:
-    """A model of text on a row of one token, repeated."""
+def of_model(folder: str, size: int, repeats: int) -> float:
+    """A model of text on a row of one token, repeated, or a model of images on a square one."""
     model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=dtype_here()).to(here()).eval()
-    ids = torch.ones(1, tokens, dtype=torch.long, device=here())
+    if model.main_input_name == "pixel_values":
+        image = torch.zeros(1, 3, size, size, device=here(), dtype=dtype_here())
+        return seconds(lambda: model(pixel_values=image), repeats)
+    ids = torch.ones(1, size, dtype=torch.long, device=here())
     return seconds(lambda: model(input_ids=ids, attention_mask=torch.ones_like(ids)), repeats)
 
 
