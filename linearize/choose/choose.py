@@ -105,13 +105,14 @@ class Scorer:
     def __init__(
         self,
         mixture: Mixture,
-        text: list[Batch],
+        read: list[Batch],
         recall: list[Batch],
         units: Units | None = None,
         advance: Advance = silent,
     ) -> None:
         self.mixture, self.units, self.advance = mixture, units or mixture.layers, advance
-        self.batches = {"text": text} | ({"recall": recall} if recall else {})
+        kind = "images" if "pixel_values" in read[0] else "text"
+        self.batches = {kind: read} | ({"recall": recall} if recall else {})
         self.linear = self.kl([()])[0]
         check_finite("the source", *self.linear.values())
 

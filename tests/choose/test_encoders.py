@@ -122,6 +122,8 @@ def test_the_layer_that_matters_is_found(tmp_path: Path, name: str, measured: tu
     assert plan.choice is not None
     assert all(word in plan.choice.measured for word in measured)
     assert (plan.choice.tokens, plan.choice.recalls, plan.choice.lacking) == (read, 0, "")
+    assert plan.choice.text.endswith(("images.npz", "train.jsonl"))
+    assert [*plan.choice.kl["kept"]] == ["images" if name.startswith("ViT") else "text"]
     assert sum(plan.choice.scores.values()) > 0.5
 
 
