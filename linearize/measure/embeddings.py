@@ -87,7 +87,7 @@ def compare_embeddings(
             "that the student was converted from",
             Exit.INCOMPATIBLE,
         )
-    source = recipe.data.eval
+    source: Any = recipe.data.eval
     check_source(source, ours, recipe.folder, "data.eval")
     if kinds == {"images"}:
         return compare_images(student, teacher, find_images(source, recipe.folder), recipe.eval.max_tokens)
