@@ -1,8 +1,8 @@
 """From how many tokens a linear encoder is faster than SDPA, as measured, and what `convert` and `estimate` say of it.
 
 A bidirectional encoder has no cache to save, so it is converted for speed on long inputs, and short ones become slower.
-`python -m benchmarks.encoder_lengths` measures the ratios, of a block of DeiT-S: on a CPU of one row, on a GPU of 131,072
-tokens at once, both sides compiled and in CUDA graphs.
+`python -m benchmarks.encoder_lengths` measures the ratios, of a block of DeiT-S: on a CPU of one row, on a GPU of
+131,072 tokens at once, both sides compiled and in CUDA graphs.
 """
 
 from __future__ import annotations
