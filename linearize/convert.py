@@ -106,7 +106,7 @@ def plan_conversion(
         named = "" if is_auto(request.keep_heads) else request.keep_heads
         bare = dataclasses.replace(request, keep_softmax="", keep_heads=named, kept_window=None)
         whole = bare.plan(source, found, scored=True, **facts)
-        check_scored(whole, natives, "--keep-softmax")
+        check_scored(natives, "--keep-softmax")
         free = [step.site for step in whole.steps if not step.site.softmax_groups]
         layers = [site.layer for site in free]
         choice = Choice.unscored(request.keep_softmax, layers, len(whole.steps))  # raises for what cannot be asked for
@@ -136,7 +136,7 @@ def plan_conversion(
         heads = unscored_heads(text, groups)
         likely = dataclasses.replace(request, keep_heads=regrouped(heads.kept))
         likely.plan(source, found, **facts)  # raises for options under which no heads can keep softmax
-        check_scored(whole, natives, "--keep-heads")
+        check_scored(natives, "--keep-heads")
         if choose is not None:
             check_weights(source, natives)
             heads = choose(whole, source, natives, text, len(heads.kept), groups)
@@ -198,11 +198,15 @@ def writes_no_text(natives: SourceClasses) -> bool:
     return bool(model.main_input_name == "pixel_values" or not model.can_generate() or model.config.is_encoder_decoder)
 
 
-def check_scored(plan: Plan, natives: SourceClasses, flag: str) -> None:
-    """Raise LinearizeError (exit 3) where `auto` has no text to compare predictions on."""
-    if writes_no_text(natives):
-        message = f"{flag} auto compares predictions of text, and {plan.architecture} writes none"
-        raise IncompatibleError(f"{message}. Name the {NAMED[flag]}")
+def check_scored(natives: SourceClasses, flag: str) -> None:
+    """Raise LinearizeError (exit 3) where `auto` has no data to compare predictions on."""
+    from .data.batches import check_trains, kind_of
+
+    try:
+        check_trains(natives.meta, kind_of(natives.meta))
+    except IncompatibleError as error:
+        message = f"{flag} auto compares predictions: {error.message.partition('. ')[0]}. Name the {NAMED[flag]}"
+        raise IncompatibleError(message) from error
 
 
 def convert(

@@ -16,6 +16,7 @@ from models import save_source
 from PIL import Image
 from training import byte_tokenizer
 from transformers import (
+    AutoModel,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     BertConfig,
@@ -31,6 +32,7 @@ from transformers import (
     pipeline,
 )
 
+from linearize.convert import convert, plan_conversion
 from linearize.data.images import count_images
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
@@ -38,6 +40,7 @@ from linearize.job.dry_run import dry_run
 from linearize.recipe.data import ArraySource, DatasetSource
 from linearize.recipe.recipe import load_recipe
 
+TRUSTED = {"trust_remote_code": True}
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
 
 
@@ -197,6 +200,24 @@ def test_a_model_without_a_head_learns_its_teachers_features(place: Path) -> Non
     lines = [json.loads(line) for line in (place / "run-dino" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_eval_compares_two_encoders_of_images(place: Path, linearize: Command) -> None:
+    """By their vectors: the class token, and which other image is nearest."""
+    plan = plan_conversion(str(place / "dino"), "la")
+    convert(*plan, place / "la", level="none", say=lambda text: None)
+    data = [f"data.eval={{arrays: {place / 'eval.npz'}}}", "--teacher", place / "dino", "--json"]
+    found = json.loads(linearize("eval", place / "la", *data)[1])
+    assert (found["kind"], found["images"], found["pooling"]) == ("embeddings", 24, "first")
+    with np.load(place / "eval.npz") as held, torch.no_grad():
+        images = torch.from_numpy(held["images"])
+        models = [Dinov2Model.from_pretrained(place / "dino"), AutoModel.from_pretrained(place / "la", **TRUSTED)]
+        vectors = [model.eval()(pixel_values=images).last_hidden_state[:, 0] for model in models]
+    assert found["cosine_images"] == pytest.approx(float(torch.cosine_similarity(*vectors).mean()), abs=1e-5)
+    assert 0.0 < found["spearman_images"] < 1.0
+    itself = json.loads(linearize("eval", place / "dino", *data)[1])
+    assert (itself["same_answer"], itself["spearman_images"]) == (1.0, pytest.approx(1.0))
+    assert itself["student_nearest_class"] == itself["teacher_nearest_class"]
 
 
 @pytest.mark.usefixtures("unverified")

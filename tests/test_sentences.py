@@ -202,7 +202,7 @@ def test_eval_compares_two_sentence_encoders(tmp_path: Path, linearize: Command)
     theirs = embedded(source, [first for first, _ in rows])
     assert found["cosine_sentences"] == pytest.approx(float((ours * theirs).sum(1).mean()), abs=1e-4)
     (tmp_path / "eval.json").write_text(json.dumps(found))
-    with pytest.raises(LinearizeError, match=r"sentence.*encoders"):
+    with pytest.raises(LinearizeError, match=r"vectors.*encoders"):
         read_evaluation(tmp_path, tmp_path / "eval.json")
     itself = json.loads(linearize("eval", str(source), *text, "--teacher", str(source), "--json")[1])
     assert itself["spearman_passages"] == pytest.approx(1.0)

@@ -20,11 +20,23 @@ from torch import Tensor
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
 from ..convert import Pricer
-from ..data.batches import Batch, collate
+from ..data.batches import (
+    Batch,
+    Samples,
+    by_length,
+    collate,
+    has_head,
+    hidden_patches,
+    is_numbers,
+    kind_of,
+    open_processor,
+)
 from ..data.documents import check_enough
-from ..data.packing import Blocks, TextSource, build_blocks
+from ..data.images import Images, Labelled, find_images
+from ..data.masked import MaskedBlocks
+from ..data.packing import TextSource, build_blocks
 from ..errors import IncompatibleError, LinearizeError, reason_of
-from ..measure.evaluate import check_finite
+from ..measure.evaluate import check_finite, feature_error
 from ..measure.generate import device_memory, load_tokenizer, watch_tokens
 from ..measure.positions import long_rows, longest_text
 from ..measure.recall import Row, Writer
@@ -35,14 +47,17 @@ from ..probe.trace import quiet
 from ..terminal.output import counted, layers_named, ranges
 from ..terminal.progress import Advance, progress, silent
 from ..train.losses import IGNORED, cross_entropy, logit_kl, next_token_targets
+from ..train.predictions import apart
 from ..train.runtime import Say
 from ..verify.child.inputs import most_tokens
 from .methods import Chosen, Unit, any_fits, restore, swaps
 from .mixture import Mixture, Units
 
 # What is read: steps of attention transfer, then text to compare predictions on, then texts that ask for a repetition.
+# Of images, each counts as IMAGE tokens.
 TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
 SCORE_TOKENS = 4096
+IMAGE = 128
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
 # Mixtures that one pass computes, as further rows, at most: launches and Python take most of the time of a small one.
@@ -52,15 +67,19 @@ TOGETHER, LOGITS_TOGETHER = 8, (1 << 28, 1 << 30)
 # most; on more rows where they are short, up to so many last tokens.
 LONG_ROWS, WINDOW_TOKENS = 2, 4096
 PACKAGES = TextSource(demo="packages")
+KINDS = {"text": "text", "masked": "text", "images": "images"}  # of models: what they read
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How `auto` scores layers and heads. `text` in blocks of `seq_len` tokens; `device` is auto, cpu or cuda."""
+    """How `auto` scores layers and heads. `text` in blocks of `seq_len` tokens, or with `alone` in rows of one text;
+    or a recipe's source of images, relative to `folder`. `device` is auto, cpu or cuda."""
 
     method: Method = "restore"
-    text: TextSource = PACKAGES
+    text: Any = PACKAGES
     seq_len: int = 512
+    alone: bool = False
+    folder: Path = Path()
     device: str = "auto"
     seed: int = 0
     say: Say = print
@@ -86,35 +105,37 @@ class Scorer:
     def __init__(
         self,
         mixture: Mixture,
-        text: list[Batch],
+        read: list[Batch],
         recall: list[Batch],
         units: Units | None = None,
         advance: Advance = silent,
     ) -> None:
         self.mixture, self.units, self.advance = mixture, units or mixture.layers, advance
-        self.batches = {"text": text} | ({"recall": recall} if recall else {})
+        kind = "images" if "pixel_values" in read[0] else "text"
+        self.batches = {kind: read} | ({"recall": recall} if recall else {})
         self.linear = self.kl([()])[0]
         check_finite("the source", *self.linear.values())
 
     @torch.no_grad()
     def kl(self, sets: Sequence[Collection[Any]]) -> list[dict[str, float]]:
-        """KL(source, mixture), the mean over what is asked, of each kind of batch; for each set of units kept."""
+        """How far the source and a mixture are apart, the mean over what is asked, of each kind of batch; for each set
+        of units kept."""
         found: list[dict[str, float]] = [{} for _ in sets]
         for kind, batches in self.batches.items():
             sums = torch.zeros(len(sets), dtype=torch.float64)
-            count = sum(int(batch["asked"].sum()) for batch in batches)
+            count = sum(counts_in(batch, self.mixture.model) for batch in batches)
             for batch in batches:
                 teacher = self.mixture.teacher(batch)
-                self.advance(batch["input_ids"].numel())
+                self.advance(batch["asked"].numel())
                 size = together(teacher)
                 for start in range(0, len(sets), size):
                     some = sets[start : start + size]
-                    rows = {name: value.repeat(len(some), 1) for name, value in batch.items()}
+                    rows = {name: value.repeat(len(some), *[1] * (value.ndim - 1)) for name, value in batch.items()}
                     logits = self.mixture.logits(rows, self.mixture.hybrids(some, len(teacher)))
                     parts = logits.split(len(teacher))
-                    kl = [logit_kl(own, teacher, batch["asked"], num_tokens=1.0) for own in parts]
-                    sums[start : start + size] += torch.stack(kl).double().cpu()
-                    self.advance(rows["input_ids"].numel())
+                    found_apart = [apart_on(batch, own, teacher, self.mixture.model) for own in parts]
+                    sums[start : start + size] += torch.stack(found_apart).double().cpu()
+                    self.advance(rows["asked"].numel())
             for values, total in zip(found, (sums / max(count, 1)).tolist(), strict=True):
                 values[kind] = total
         return found
@@ -126,6 +147,18 @@ class Scorer:
     def _share(self, values: dict[str, Any]) -> Any:
         parts = [value / max(self.linear[kind], 1e-12) for kind, value in values.items()]
         return sum(parts) / len(parts)
+
+
+def counts_in(batch: Batch, model: Any) -> int:
+    """How many predictions of a batch are compared, or how many rows of a model without a head."""
+    asked = batch["asked"] if has_head(model) else batch["asked"].any(1)
+    return int(asked.sum())
+
+
+def apart_on(batch: Batch, ours: Tensor, theirs: Tensor, model: Any) -> Tensor:
+    """How far two results of `forward` are apart: the sum over what is asked in a batch of `apart`, and without a head
+    of the error of rows of last hidden states."""
+    return apart(ours, theirs, batch["asked"], 1.0) if has_head(model) else feature_error(ours, theirs, batch)
 
 
 def together(logits: Tensor) -> int:
@@ -152,22 +185,26 @@ def choose(
     """
     heads = isinstance(units[0], tuple)
     of = counted(len(units), "key head") if heads else f"layers {ranges([*units])}"
-    scoring.say(f"choosing {count} of {of} to keep softmax by --score-by {scoring.method}, on text: {scoring.text}")
-    tokenizer = open_tokenizer(source, scoring)
+    kind = kind_of(natives.meta)
+    data, processor = open_data(source, natives.meta, scoring)
+    scoring.say(f"choosing {count} of {of} to keep softmax by --score-by {scoring.method}, on {KINDS[kind]}: {data}")
     model = load_source(source, natives, plan, scoring)
-    watch_tokens(model, tokenizer)
-    seq_len = min(scoring.seq_len, most_tokens(model) or scoring.seq_len)
-    train, text = text_batches(scoring.text, tokenizer, seq_len, model.device)
-    recall, lacking = recall_batches(tokenizer, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
+    if kind != "images":
+        watch_tokens(model, processor)
+    seq_len = Images.seq_len if kind == "images" else min(scoring.seq_len, most_tokens(model) or scoring.seq_len)
+    train, read = batches_of(scoring, data, model, processor, seq_len)
+    recall, lacking = list[Batch](), ""
+    if kind == "text":
+        recall, lacking = recall_batches(processor, min(seq_len, RECALL_TOKENS), scoring.seed, model.device)
     if lacking:
         scoring.say(f"scored on text alone: {lacking}")
-    total = sum(tokens_of_choice(scoring.method, len(units), count, seq_len))
+    total = sum(tokens_of_choice(scoring.method, len(units), count, seq_len, kind == "text"))
     with torch.random.fork_rng(), progress("choosing", total) as advance:
         torch.manual_seed(scoring.seed)
         mixture = Mixture(model, plan, local)
         mixture.calibrate(train[0])
         mixture.train_mixers(train, TRANSFER_LR, advance)
-        scorer = Scorer(mixture, text, recall, units, advance)
+        scorer = Scorer(mixture, read, recall, units, advance)
         chosen = by_method(scoring.method, scorer, count)
         kl = {"linear": scorer.linear, "kept": scorer.kl([chosen.kept])[0]}
     scoring.say(f"chosen: {', '.join(named(one) if heads else str(one) for one in chosen.kept)}")
@@ -176,13 +213,14 @@ def choose(
         method=scoring.method,
         kept=tuple(map(named, chosen.kept)) if heads else tuple(chosen.kept),
         scores={named(unit) if heads else str(unit): chosen.scores[unit] for unit in units},
-        text=str(scoring.text),
-        tokens=sum(int(batch["asked"].sum()) for batch in text),
+        text=str(data),
+        tokens=sum(int(batch["valid"].sum()) for batch in read),
         recalls=sum(len(batch["input_ids"]) for batch in recall),
         lacking=lacking,
         seq_len=seq_len,
         kl=kl,
-        window=window_cost(mixture, chosen.kept, local[0].options, scoring, tokenizer) if local else {},
+        measured=loss_of(model, read[0], mixture),
+        window=window_cost(mixture, chosen.kept, local[0].options, scoring, processor) if local else {},
     )
 
 
@@ -348,11 +386,16 @@ def tokens_of_windows(layers: int, window: int, sink: int, most: int | None) -> 
     return (layers + 3) * rows * length
 
 
-def tokens_of_choice(method: Method, units: int, count: int, seq_len: int) -> tuple[int, int]:
-    """How many tokens `choose` reads, each pass of a model counted, and how many train its mixers."""
-    recalled, text = RECALLS * min(seq_len, RECALL_TOKENS), max(SCORE_TOKENS // seq_len, 1) * seq_len
-    scored = text + recalled
-    trained = TRANSFER_STEPS * max(TRANSFER_TOKENS // seq_len, 1) * seq_len
+def rows_in(tokens: int, seq_len: int) -> int:
+    """How many rows of `seq_len` tokens have so many tokens, or how many images count as so many."""
+    return max(1, tokens // (IMAGE if seq_len == Images.seq_len else seq_len))
+
+
+def tokens_of_choice(method: Method, units: int, count: int, seq_len: int, recall: bool) -> tuple[int, int]:
+    """How many tokens, or images, `choose` reads, each pass of a model counted, and how many train its mixers. Texts
+    that ask for a repetition are read where there is `recall`."""
+    scored = rows_in(SCORE_TOKENS, seq_len) * seq_len + recall * RECALLS * min(seq_len, RECALL_TOKENS)
+    trained = TRANSFER_STEPS * rows_in(TRANSFER_TOKENS, seq_len) * seq_len
     if method == "swaps":
         return (units + 5) * scored, trained
     return (sum(units - kept for kept in range(count)) + count + 4) * scored, trained
@@ -363,6 +406,24 @@ def by_method(method: Method, scorer: Scorer, count: int) -> Chosen:
     units: list[Any] = list(scorer.units)
     fits = leaves_one(units) if isinstance(units[0], tuple) else any_fits
     return (swaps if method == "swaps" else restore)(units, count, scorer.lost, fits)
+
+
+def open_data(source: Source, model: Any, scoring: Scoring) -> tuple[TextSource | Labelled, Any]:
+    """What a model, which needs no weights, is compared on, and its tokenizer or image processor.
+
+    Raises LinearizeError (exit 2), before weights are read, for text in place of images, and as `open_tokenizer`.
+    """
+    images = kind_of(model) == "images"
+    if isinstance(scoring.text, TextSource) == images:
+        found, due, recipe = ("text", "images", "vit-la") if images else ("images", "text", "hybrid")
+        own = "{images: FOLDER}" if images else "{files: A.txt}"
+        raise LinearizeError(
+            f"{type(model).__name__} reads {due}, and auto would compare its predictions on {found}. Give {due}: "
+            f"linearize convert {recipe} model.base=MODEL 'data.train={own}' convert.keep_softmax=auto:2"
+        )
+    if not images:
+        return scoring.text, open_tokenizer(source, scoring)
+    return find_images(scoring.text, scoring.folder), open_processor(source.folder, "images")
 
 
 def open_tokenizer(source: Source, scoring: Scoring) -> Any:
@@ -387,24 +448,51 @@ def load_source(source: Source, natives: SourceClasses, plan: Plan, scoring: Sco
     return model.eval().to(device)
 
 
-def text_batches(
-    source: TextSource, tokenizer: Any, seq_len: int, device: torch.device
+def batches_of(
+    scoring: Scoring, data: TextSource | Labelled, model: Any, processor: Any, seq_len: int
 ) -> tuple[list[Batch], list[Batch]]:
-    """Batches to train mixers on, and others to compare predictions on; the same ones where the text is short."""
-    steps = max(1, TRANSFER_TOKENS // seq_len)
-    wanted = TRANSFER_STEPS * steps * seq_len + SCORE_TOKENS
+    """Batches to train mixers on, and others to compare predictions on; the same ones where there is little data."""
+    steps = rows_in(TRANSFER_TOKENS, seq_len)
     with tempfile.TemporaryDirectory() as scratch:
-        blocks = build_blocks(source, tokenizer, seq_len, Path(scratch), sft=False, max_tokens=wanted)
-        scored = min(max(1, SCORE_TOKENS // seq_len), max(1, len(blocks) // 2))
-        train = cut(blocks, range(scored, len(blocks)) or range(len(blocks)), steps, device)
-        text = cut(blocks, range(scored), max(1, BATCH_TOKENS // seq_len), device)
-    return train, [batch | {"asked": batch["valid"]} for batch in text]
+        samples, order = samples_of(scoring, data, model, processor, seq_len, Path(scratch))
+        scored = min(rows_in(SCORE_TOKENS, seq_len), max(1, len(order) // 2))
+        learned = order[scored : scored + TRANSFER_STEPS * steps] or order
+        train = cut(samples, learned, steps, model.device)
+        read = cut(samples, order[:scored], rows_in(BATCH_TOKENS, seq_len), model.device)
+    hides = kind_of(model) == "masked" and has_head(model)
+    return train, [batch | {"asked": batch["labels"] != IGNORED if hides else batch["valid"]} for batch in read]
 
 
-def cut(blocks: Blocks, numbers: range, size: int, device: torch.device) -> list[Batch]:
-    """Batches of `size` blocks."""
+def samples_of(
+    scoring: Scoring, data: TextSource | Labelled, model: Any, processor: Any, seq_len: int, scratch: Path
+) -> tuple[Samples, list[int]]:
+    """The samples of `data` for this model, and in which order they are read: images at random, for a folder has them
+    class by class."""
+    if isinstance(data, Labelled):
+        images = Images(data, processor, None, learns=False, hidden=hidden_patches(model), seed=scoring.seed)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(scoring.seed))
+        return images, order.tolist()
+    wanted = TRANSFER_STEPS * rows_in(TRANSFER_TOKENS, seq_len) * seq_len + SCORE_TOKENS
+    blocks = build_blocks(data, processor, seq_len, scratch, sft=False, max_tokens=wanted, texts=scoring.alone)
+    numbers = [*range(len(blocks))]
+    if kind_of(model) == "text":
+        return blocks, numbers
+    return MaskedBlocks(blocks, processor, scoring.seed, hide=has_head(model)), numbers
+
+
+def cut(samples: Samples, numbers: list[int], size: int, device: torch.device) -> list[Batch]:
+    """Batches of `size` samples, of which none is longer than it has to be."""
     places = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-    return [collate([blocks[number] for number in part], device) for part in places]
+    return by_length([collate([samples[number] for number in part], device) for part in places])
+
+
+def loss_of(model: Any, batch: Batch, mixture: Mixture) -> str:
+    """What `apart_on` measures of a model, in words."""
+    if not has_head(model):
+        return "squared error of last hidden states, relative to the source's"
+    if is_numbers(mixture.teacher(batch)):
+        return "squared error, relative to the source's"
+    return f"KL from the source in nats {'an image' if kind_of(model) == 'images' else 'a token'}"
 
 
 def recall_batches(tokenizer: Any, length: int, seed: int, device: torch.device) -> tuple[list[Batch], str]:

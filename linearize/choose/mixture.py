@@ -1,9 +1,10 @@
 """A source model in which each layer computes softmax, its mixer, or a mixture of both.
 
 The mixers are attached to the source in memory; nothing is written. A pass runs under the hooks' transfer mode, in
-which an attention module has softmax at hand and a mixer with the same q, k and v. For a mixer with q and k of its own
-the module runs once more inside, as in attention transfer. A gate in each module, or one for
-each of its key heads and their query heads, says how much of softmax goes on: 1 softmax alone, 0 the mixer alone.
+which an attention module has softmax at hand and a mixer with the same q, k and v. For a mixer with q and k of its own,
+or a key for each query where its source has fewer, the module runs once more inside, as in attention transfer. A gate
+in each module, or one for each of its key heads and their query heads, says how much of softmax goes on: 1 softmax
+alone, 0 the mixer alone.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from linearize_kernels.hf.attention_hooks import (
 from linearize_kernels.hf.cache import CACHE_NAMES
 from linearize_kernels.hf.capture import capture
 from linearize_kernels.hf.interface import TRANSFER, split_name
-from linearize_kernels.layout import is_causal, this_thread
+from linearize_kernels.layout import is_causal, reduce_keys, this_thread
 from linearize_kernels.mixer import Mixer
 
 from ..checkpoint.code import captured
-from ..data.batches import Batch, forward, run
+from ..data.batches import Batch, forward, real_tokens, run
 from ..plan.heads import Group
 from ..plan.mechanisms import build_mixer, load_mechanism
 from ..plan.plan import Plan, Step
@@ -49,9 +50,10 @@ Units = Sequence[int] | Sequence[Group]  # layers, or heads by layer and key hea
 
 
 class BriefTransfer(Listener):
-    """Trains each mixer towards the softmax of its layer, on the teacher's hidden states; `real` [B,T]: no padding."""
+    """Trains each mixer towards the softmax of its layer, on the teacher's hidden states; `real` [B,T]: no padding, and
+    None of images."""
 
-    def __init__(self, student: Student, real: Tensor) -> None:
+    def __init__(self, student: Student, real: Tensor | None) -> None:
         super().__init__(student)
         self.real = real
 
@@ -98,12 +100,12 @@ class Mixture:
 
     @torch.no_grad()
     def teacher(self, batch: Batch, last: int | None = None) -> Tensor:
-        """Logits [B,T,V] of the source, of the `last` tokens of each row where given."""
+        """What `forward` gives of the source, such as logits [B,T,V]; of the `last` tokens of each row where given."""
         with Linearized.teacher(self.model), self.autocast():
             return self._logits(batch, last)
 
     def logits(self, batch: Batch, gates: Mapping[int, Gate], last: int | None = None) -> Tensor:
-        """Logits as of `teacher` where `gates` has a number for each layer, or one for each of its key heads."""
+        """The same as `teacher` where `gates` has a number for each layer, or one for each of its key heads."""
         self.gates = gates
         with self._mixing(), self.autocast():
             return self._logits(batch, last)
@@ -140,7 +142,7 @@ class Mixture:
         hooks = [
             self.model.get_submodule(name).register_forward_pre_hook(self._keep, with_kwargs=True)
             for name, mixer in mixers_of(self.model).items()
-            if mixer.drop_rope
+            if needs_own_call(mixer)
         ]
         try:
             with evaluating(self.model), renamed(self.model, lambda name: TRANSFER + split_name(name)[1]):
@@ -157,10 +159,12 @@ class Mixture:
         self.bound[module.mixer] = bind(module, args, kwargs)
 
     def of_own_call(self, mixer: Mixer, module: Any) -> Tensor:
-        """What a mixer computes from q and k of its own, for which its attention module runs once more."""
+        """What a mixer computes that `needs_own_call`, for which its attention module runs once more."""
         call, bound = mixer.calls[this_thread()], self.bound.pop(mixer)
         bound |= {hidden_name(mixer): call.x} | {name: None for name in CACHE_NAMES if name in bound}
-        call.skip_qk_norm, call.rotation = mixer.skip_qk_norm, without_rotation(bound, mixer.site.routed)
+        if mixer.drop_rope:
+            call.skip_qk_norm, call.rotation = mixer.skip_qk_norm, without_rotation(bound, mixer.site.routed)
+        reduce_keys(module, mixer.reductions, False)  # before the next call they are reduced again
         module.forward(**bound)  # `mix` sees that it is inside
         call.skip_qk_norm, call.rotation = False, None
         return self.own.pop(mixer)
@@ -183,11 +187,11 @@ class Mixture:
         optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         for step, batch in enumerate(batches):
             optimizer.param_groups[0]["lr"] = lr * (1 - 0.9 * step / len(batches))
-            self._listen(BriefTransfer(self.student, batch["valid"]), batch)
+            self._listen(BriefTransfer(self.student, real_tokens(batch)), batch)
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            advance(batch["input_ids"].numel())
+            advance(batch["valid"].numel())
         for parameter in parameters:
             parameter.requires_grad_(False)
 
@@ -195,6 +199,11 @@ class Mixture:
         """A pass of the teacher in which `listener` hears each layer."""
         with torch.no_grad(), Linearized.transferring(self.model, listener), self.autocast():
             run(self.model, batch, head=False)
+
+
+def needs_own_call(mixer: Mixer) -> bool:
+    """Whether it takes other q or k than softmax."""
+    return mixer.drop_rope or bool(mixer.reductions)
 
 
 def mix(
@@ -213,7 +222,8 @@ def mix(
     call, gate = mixer.calls[this_thread()], mixture.gates[mixer.site.layer]
     if isinstance(gate, Tensor):
         gate = gate.repeat_interleave(query.shape[1] // gate.shape[-1], -1)[..., None]  # [H,1] or [B,H,1]
-        gate = gate[:, None] if gate.ndim == 3 else gate
+        if gate.ndim == 3:  # windows of an image are rows of their own, one image after the other
+            gate = gate.repeat_interleave(query.shape[0] // len(gate), 0)[:, None]
     call.used = True
     local = mixture.local.get(mixer.site.layer)
 
@@ -224,7 +234,7 @@ def mix(
         layout = layout_of_call(by, call, causal, attention_mask, shape, None, kwargs)
         return by(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), call.x, layout)[0]
 
-    if mixer.drop_rope and mixer not in mixture.bound:  # inside `of_own_call`
+    if needs_own_call(mixer) and mixer not in mixture.bound:  # inside `of_own_call`
         mixture.own[mixer] = o = mixed(mixer)
         return o.to(query.dtype), None
     parts: list[Tensor] = []
@@ -232,5 +242,5 @@ def mix(
         exact = mixed(local) if local else softmax(module, query, key, value, attention_mask, **kwargs)[0]
         parts.append(gate * exact)
     if not isinstance(gate, float) or gate < 1:
-        parts.append((1 - gate) * (mixture.of_own_call(mixer, module) if mixer.drop_rope else mixed(mixer)))
+        parts.append((1 - gate) * (mixture.of_own_call(mixer, module) if needs_own_call(mixer) else mixed(mixer)))
     return torch.stack(parts).sum(0).to(query.dtype) if len(parts) > 1 else parts[0].to(query.dtype), None

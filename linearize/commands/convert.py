@@ -376,16 +376,17 @@ def choice_table(choice: Choice, flag: str) -> None:
     out.print(table({what: "number", "score": "number", "attention": "short"}, scores))
     out.print(f"{choice.asked}, scored by {choice.method}: {MEANING[choice.method]}")
     mean = ", the mean of text and repetition" if choice.recalls else ""
-    out.print(f"the loss is KL from the source, as a share of that with no {what} kept{mean}")
+    out.print(f"the loss is {choice.measured}, as a share of that with no {what} kept{mean}")
     texts = counted(choice.recalls, "text that asks", "texts that ask")
     recall = f" and {texts} for a repetition" if choice.recalls else ""
     if choice.lacking:
         recall = f" alone ({choice.lacking})"
-    rows = f" in rows of {choice.seq_len:,}" if choice.seq_len else ""  # earlier versions did not say
-    out.print(f"scored on {choice.tokens:,} tokens{rows} of {choice.text}{recall}, mixers trained for a moment")
+    # Earlier versions did not say; images have one.
+    rows = "images" if choice.seq_len == 1 else f"tokens in rows of {choice.seq_len:,}" if choice.seq_len else "tokens"
+    out.print(f"scored on {choice.tokens:,} {rows} of {choice.text}{recall}, mixers trained for a moment")
     for kind, linear in choice.kl["linear"].items():
         these = nats(choice.kl["kept"][kind])
-        out.print(f"KL from the source in nats a token, {kind}: {nats(linear)} with no {what} kept, {these} with these")
+        out.print(f"{choice.measured}, {kind}: {nats(linear)} with no {what} kept, {these} with these")
     again = f"'{regrouped(choice.kept)}'" if what == "head" else ",".join(names)
     out.print(f"{flag} {again} repeats this without scoring")
 

@@ -368,16 +368,23 @@ def answers_table(result: dict[str, Any]) -> None:
 
 
 def embeddings_table(result: dict[str, Any]) -> None:
-    """What `linearize eval` measured of two sentence encoders."""
+    """What `linearize eval` measured of two encoders of text or of images."""
     rows: list[tuple[str, ...]] = []
-    for what in ("sentences", "passages"):
+    columns = {"": "text", "student": "number", "teacher": "number"}
+    for what in ("images",) if "images" in result else ("sentences", "passages"):
         rows.append((f"Spearman of similarities, pairs of {what}", f"{result[f'spearman_{what}']:.4f}", ""))
         rows.append((f"cosine with the teacher's vector, {what}", f"{result[f'cosine_{what}']:.4f}", ""))
+    if "images" in result:
+        if "student_nearest_class" in result:
+            found = (percent(result[f"{who}_nearest_class"]) for who in ("student", "teacher"))
+            rows.append(("the nearest other image has the same class", *found))
+        rows.append(("same nearest image", percent(result["same_answer"]), ""))
+        console().print(table(columns, rows, f"{result['images']:,} images of {result['data']}"))
+        return
     for places in (1, 10):
         found = (percent(result[f"{who}_found_{places}"]) for who in ("student", "teacher"))
         rows.append((f"passage found by its first sentence, top {places}", *found))
     rows.append(("same passage found first", percent(result["same_answer"]), ""))
-    columns = {"": "text", "student": "number", "teacher": "number"}
     title = f"{result['passages']:,} passages of {result['data']}, {result['longest']:,} tokens at most"
     console().print(table(columns, rows, title))
 

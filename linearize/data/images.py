@@ -48,6 +48,9 @@ class Labelled:
     def __len__(self) -> int:
         return len(self.images)
 
+    def __str__(self) -> str:
+        return self.where
+
 
 class Images:
     """Samples of a vision model. Item i is a dict of tensors: `pixel_values` [C,h,w], `labels` [1] int64 (-100

@@ -147,7 +147,7 @@ def choosing(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -
         assert plan is not None
         layers = len(plan.steps) + len(plan.kept)
         units = layers if choice is plan.choice else sum(step.site.kv_heads for step in plan.linear)
-        read, learned = tokens_of_choice(convert.score_by, units, len(choice.kept), length)
+        read, learned = tokens_of_choice(convert.score_by, units, len(choice.kept), length, plan.linear[0].site.causal)
         total += read * a_pass + learned * trained / (blocks * length)
     return total
 

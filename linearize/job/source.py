@@ -85,11 +85,11 @@ def scoring_of(recipe: Recipe, convert: Convert, say: Say) -> Scoring:
     """How `auto` compares layers and heads: on the text of the first stage, in its rows. Not with its seed, so that
     `convert` chooses the same on the same text in rows of the same length."""
     data = recipe.data_for(recipe.stages[0])
-    if holds_images(data.train):  # the plan says that it has no text to compare
-        return Scoring(convert.score_by)
     device = "cpu" if on_cpu(recipe) else "cuda"
+    if holds_images(data.train):
+        return Scoring(convert.score_by, data.train, device=device, folder=recipe.folder, say=say)
     first, _ = parts_of(data.train)[0]
     if isinstance(first, TeacherSource):  # nothing is written before the conversion
         return Scoring(convert.score_by, seq_len=data.pack.seq_len, device=device, say=say)
     text = to_source(first, data.pack.text_key, recipe.folder)
-    return Scoring(convert.score_by, text, data.pack.seq_len, device, say=say)
+    return Scoring(convert.score_by, text, data.pack.seq_len, data.pack.rows == "texts", device=device, say=say)

@@ -1,13 +1,14 @@
 """`linearize eval` of models without a head: how near the vectors are that a student makes of texts, and of images.
 
-A sentence encoder is used by its similarities, so these are compared, and what a search finds by them: the first
-sentence of a passage asks for the rest of it, among the rests of all passages.
+An encoder is used by its similarities, so these are compared, and what a search finds by them: the first sentence of a
+passage asks for the rest of it, among the rests of all passages; an image asks for the nearest other one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize_kernels.hf.attention_hooks import evaluating
+from linearize_kernels.hf.attention_hooks import evaluating, mixers_of
 
 from ..checkpoint.carried import modules_of
-from ..data.batches import check_source, kind_of, open_processor, run
+from ..data.batches import check_source, collate, forward, kind_of, open_processor, run
 from ..data.documents import plain_texts
+from ..data.images import Images, Labelled, find_images
 from ..data.texts import sentences
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import Recipe
+from ..terminal.output import counted
 from ..terminal.progress import progress
 from ..train.losses import Pooling, pooled
 from ..train.runtime import to_source
 from .generate import Opened, device_memory, watch_tokens
 
 WORDS = 100  # of a passage, at least
-PASSAGES = 1000
+PASSAGES = 1000  # or images, at most
+IMAGES = 32  # in one pass
 # What sentence-transformers calls its poolings, in files of several versions.
 POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls": "first"}
 FOUND = (1, 10)  # places in which a search's answer counts
@@ -70,19 +74,23 @@ def compare_embeddings(
     student: Opened, teacher: Opened, recipe: Recipe, batch_tokens: int, longest: int | None = None
 ) -> dict[str, Any]:
     """Similarities and searches of two encoders on the passages of a recipe's data.eval, PASSAGES at most, which are
-    read up to eval.max_tokens tokens; what `--json` prints.
+    read up to eval.max_tokens tokens, or on its images; what `--json` prints.
 
-    Raises LinearizeError: 2 for data that is not there or holds too few passages, 3 for models that do not embed text.
+    Raises LinearizeError: 2 for data that is not there or holds too few passages or images, 3 for models that do not
+    belong together.
     """
     ours, theirs = student.model, teacher.model
-    if {kind_of(ours), kind_of(theirs)} != {"masked"}:
+    kinds = {kind_of(ours), kind_of(theirs)}
+    if len(kinds) > 1 or "text" in kinds:
         raise LinearizeError(
-            f"{type(ours).__name__} and {type(theirs).__name__} have no head, and eval compares vectors of text alone. "
-            "Give models with heads, and the one that the student was converted from",
+            f"{type(ours).__name__} and {type(theirs).__name__} make no vectors of the same inputs. Give the model "
+            "that the student was converted from",
             Exit.INCOMPATIBLE,
         )
-    source = recipe.data.eval
+    source: Any = recipe.data.eval
     check_source(source, ours, recipe.folder, "data.eval")
+    if kinds == {"images"}:
+        return compare_images(student, teacher, find_images(source, recipe.folder), recipe.eval.max_tokens)
     text = to_source(source, recipe.data.pack.text_key, recipe.folder)
     tokenizer, pooling = open_processor(student.folder, "masked"), pooling_of(teacher.folder)
     for model in (ours, theirs):
@@ -122,6 +130,46 @@ def compare_embeddings(
         result |= {f"{who}_found_{n}": float((found[:, :n] == own).any(1).float().mean()) for n in FOUND}
     result["same_answer"] = float((order["student"][:, 0] == order["teacher"][:, 0]).float().mean())
     return result
+
+
+def compare_images(student: Opened, teacher: Opened, found: Labelled, most: int) -> dict[str, Any]:
+    """Similarities of the vectors that two encoders make of images, PASSAGES and `most` of them at most, evenly over
+    all; and to which other image, and class, each is nearest. The vector is the class token where there is one, else
+    the mean."""
+    images = Images(found, open_processor(student.folder, "images"), None, learns=False)
+    count = min(len(images), most, PASSAGES)
+    if count < 3:
+        raise LinearizeError(f"{found.where} has {counted(len(images), 'image')}; give at least three")
+    chosen = [number * len(images) // count for number in range(count)]
+    pooling: Pooling = "first" if any(mixer.site.prefix for mixer in mixers_of(student.model).values()) else "mean"
+    vectors: dict[str, Tensor] = {}
+    with progress("eval", 2 * count) as advance, torch.no_grad():
+        for who, model in (("student", student.model), ("teacher", teacher.model)):
+            parts: list[Tensor] = []
+            with evaluating(model):
+                for start in range(0, count, IMAGES):
+                    batch = collate([images[number] for number in chosen[start : start + IMAGES]], model.device)
+                    parts.append(pooled(forward(model, batch), None, pooling).cpu())
+                    advance(len(parts[-1]))
+            vectors[who] = F.normalize(torch.cat(parts), dim=-1)
+    similar = {who: own @ own.T for who, own in vectors.items()}
+    pairs = torch.triu_indices(count, count, 1)
+    rank = spearman(*(one[pairs[0], pairs[1]] for one in similar.values()))
+    nearest = {who: one.fill_diagonal_(-2.0).argmax(1).tolist() for who, one in similar.items()}
+    result: dict[str, Any] = {"kind": "embeddings", "data": found.where, "images": count, "pooling": pooling}
+    result |= {"pairs": pairs.shape[1], "spearman_images": rank}
+    result["cosine_images"] = float((vectors["student"] * vectors["teacher"]).sum(1).mean())
+    result["same_answer"] = _share(a == b for a, b in zip(*nearest.values(), strict=True))
+    classes = [found.labels[number] for number in chosen]
+    if None not in classes and len({*classes}) > 1:
+        for who, others in nearest.items():
+            result[f"{who}_nearest_class"] = _share(own == classes[n] for own, n in zip(classes, others, strict=True))
+    return result
+
+
+def _share(hits: Iterable[bool]) -> float:
+    """How many of them are true."""
+    return statistics.fmean(map(float, hits))
 
 
 @torch.no_grad()

@@ -126,7 +126,8 @@ def sums_of(model: Any, batch: Batch, autocast: Callable[[], Any], student: Stud
         logits, own = read(part), wanted[:, part]
         if not has_head(model):
             if student is not None and theirs is not None:
-                sums[-2:] += _feature_error(logits, theirs(part), batch)
+                sums[-2] += feature_error(logits, theirs(part), batch).double()
+                sums[-1] += batch["valid"].any(1).sum()
             continue
         if "pixel_values" in batch and is_dense(logits, batch):
             if student is not None and theirs is not None:
@@ -141,12 +142,12 @@ def sums_of(model: Any, batch: Batch, autocast: Callable[[], Any], student: Stud
     return sums
 
 
-def _feature_error(ours: Tensor, theirs: Any, batch: Batch) -> Tensor:
-    """The sum over rows of the relative error of hidden states [B,T,hidden] at real tokens, and how many rows: [2]."""
+def feature_error(ours: Tensor, theirs: Any, batch: Batch) -> Tensor:
+    """The sum over rows of the relative error of hidden states [B,T,hidden] at real tokens."""
     real, valid = real_tokens(batch), batch["valid"].any(1)
     if real is not None:
         ours, theirs = (x.masked_fill(~real[..., None], 0.0) for x in (ours, theirs))
-    return torch.stack([row_error(ours.flatten(1), theirs.flatten(1), valid, 1.0), valid.sum()]).double()
+    return row_error(ours.flatten(1), theirs.flatten(1), valid, 1.0)
 
 
 def _dense_sums(student: Student, ours: Tensor, theirs: Any, valid: Tensor) -> Tensor:

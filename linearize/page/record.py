@@ -326,7 +326,7 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
                 "measure perplexity and KL: linearize eval STUDENT --teacher MODEL -o ANOTHER"
             )
         if found.get("kind") == "embeddings":
-            raise LinearizeError(f"{path} compares sentence encoders, and a page has no place for that")
+            raise LinearizeError(f"{path} compares vectors of encoders, and a page has no place for that")
         if found.get("kind") in ("images", "masked"):
             if "kl" not in found:
                 raise ValueError("no kl, which linearize eval -o writes")

@@ -38,9 +38,9 @@ class Choice:
 
     `kept` are the chosen layers of those that `scores` names, by number, or the chosen heads, as `3:0`; MEANING says
     what a score of the `method` is. `text` names what was read: `tokens` tokens to compare predictions on, in rows of
-    `seq_len`, and `recalls` texts that ask for a repetition. `kl` are mean divergences from the source, in nats a
-    token, on the text and on what is asked for, with none kept (`linear`) and with those `kept`. `lacking` says why
-    there are no `recalls`. Layers that the user named (NAMED) have no scores.
+    `seq_len`, or images, and `recalls` texts that ask for a repetition. `kl` is how far the source is, as `measured`
+    says, on the text and on what is asked for, with none kept (`linear`) and with those `kept`. `lacking` says why a
+    model that writes text has no `recalls`. Layers that the user named (NAMED) have no scores.
 
     `window` says, where kept softmax has one, what the source loses by it in these layers alone, at the end of text and
     of texts that ask for a repetition, both of `length` tokens: perplexities without and with it (`source_ppl`, `ppl`)
@@ -58,6 +58,7 @@ class Choice:
     window: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     lacking: str = ""
     seq_len: int = 0
+    measured: str = "KL from the source in nats a token"
 
     def scored(self) -> str:
         """The scores from the highest on, and what was kept, in one message."""

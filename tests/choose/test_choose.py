@@ -19,7 +19,7 @@ from training import byte_tokenizer, recipe_values, stage, write_data
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose, methods
-from linearize.choose.choose import PACKAGES, Scorer, Scoring, choosers, pricer, recall_batches, text_batches
+from linearize.choose.choose import PACKAGES, Scorer, Scoring, batches_of, choosers, pricer, recall_batches
 from linearize.choose.methods import restore, swaps
 from linearize.choose.mixture import Mixture
 from linearize.commands.convert import choice_table
@@ -414,15 +414,13 @@ def test_a_recipe_chooses_on_its_own_text_and_once(place: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    vision = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
-    )
-    transformers.ViTForImageClassification(vision).save_pretrained(tmp_path)
-    with pytest.raises(LinearizeError, match="ViTForImageClassification writes none") as caught:  # without weights
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    video = transformers.VideoMAEConfig(**sizes, image_size=16, patch_size=4, num_frames=2)
+    transformers.VideoMAEForVideoClassification(video).save_pretrained(tmp_path)
+    with pytest.raises(LinearizeError, match=r"VideoMAEForVideoClassification .*video") as caught:  # without weights
         plan_conversion(str(tmp_path), "la", keep_softmax="auto:1", weights=False)
     assert caught.value.code == Exit.INCOMPATIBLE
     priced = {"keep_softmax": "1", "kept_window": 5, "price": pricer(Scoring())}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes, vocab_size=97)).save_pretrained(tmp_path / "clip")
     with pytest.raises(LinearizeError, match=r"--score-text.*CLIPTextModel") as caught:
         plan_conversion(str(tmp_path / "clip"), "gsa", **priced)
@@ -575,7 +573,7 @@ def test_one_head_of_each_layer_is_left_to_its_mechanism() -> None:
 
 def test_text_for_training_is_not_what_is_scored(place: Path) -> None:
     source = TextSource(files=(place / "train.jsonl",))
-    train, text = text_batches(source, byte_tokenizer(), 64, torch.device("cpu"))
+    train, text = batches_of(Scoring(), source, small_model("llama", **TRAINED), byte_tokenizer(), 64)
     assert all(batch["asked"].equal(batch["valid"]) for batch in text)
     blocks = [{tuple(row) for batch in part for row in batch["input_ids"].tolist()} for part in (train, text)]
     assert not blocks[0] & blocks[1]
