@@ -32,7 +32,6 @@ from .commands import (
     logits,
     mechanisms,
     push,
-    race,
     recipes,
     report,
     runs,
@@ -144,7 +143,6 @@ app.command("eval")(eval.evaluate)
 app.command()(report.report)
 app.command()(runs.runs)
 app.command()(runs.compare)
-app.command()(race.race)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(push.push)
 app.command()(mechanisms.mechanisms)

@@ -149,7 +149,6 @@ REMEDIES: list[tuple[list[str], list[str], tuple[str, ...]]] = [
     (["report", "runs/one", "--eval", "cut short.json"], [r"eval STUDENT .*? -o '.*?'"], MEASURE),
     (["report", "runs/none"], ["runs"], ()),
     (["generate", "the result", "x", "--device", "cuda"], ["doctor"], ()),
-    (["race", "demo", "model.base=../a model"], [r"race '.*?' --recipe demo"], ("--dry-run",)),
     (["verify", "an old one"], [r"upgrade '.*?'"], ()),
     (
         ["push", "the result", "user/name", "--dry-run", "--eval", "of another.json"],

@@ -25,7 +25,6 @@ from linearize.commands.finetune import recipe_table, report_table
 from linearize.commands.inspect import converted_table, inspection_tables
 from linearize.commands.mechanisms import mechanism_table, mechanisms_table
 from linearize.commands.push import files_table
-from linearize.commands.race import race_table
 from linearize.commands.recipes import presets_table
 from linearize.commands.runs import runs_table
 from linearize.commands.verify import checks_table
@@ -78,13 +77,6 @@ REPORT = {
 RUN = {
     "run": "llama-3.2-1b-gsa", "base": "meta-llama/Llama-3.2-1B", "mechanisms": ["gsa", "gla"], "kept": [3, 7, 11, 15],
     "at": "logit_kl, step 1200 of 12500", "tokens": 4e8, "ppl_ratio": 1.0123, "changed": "2026-11-25T10:00:00",
-}  # fmt: skip
-CONTESTANT = {
-    "chosen": True, "name": "lolcats", "about": "two stages: attention transfer, then LoRA on next tokens",
-    "source": "arXiv 2410.10254", "hours": 0.5,
-    "recipes": [
-        {"convert": {"layers": "all", "keep_softmax": "3,7,11"}, "stages": [{"name": "logit_kl", "steps": 500}]},
-    ],
 }  # fmt: skip
 CHECKS = [
     Check("left padding without position_ids", "passed", "", 1.3e-6, 1e-4),
@@ -145,7 +137,6 @@ SHOWN: dict[str, Callable[[Path], Any]] = {
     "checks_table": lambda _: checks_table("llama-3.2-1b-gsa", CHECKS),
     "files_table": lambda _: files_table({"model-source-00001-of-00004.safetensors": 4 << 30}, "to user/repo"),
     "runs_table": lambda _: runs_table([RUN]),
-    "race_table": lambda _: race_table({"race": "demo", "tokens": 1 << 20, "contestants": [CONTESTANT]}),
     "mechanisms_table": lambda _: mechanisms_table([summary(name) for name in mechanism_names()]),
     "mechanism_table": lambda _: [mechanism_table(describe(name)) for name in mechanism_names()],
     "presets_table": lambda _: presets_table(presets()),
