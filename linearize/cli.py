@@ -29,7 +29,6 @@ from .commands import (
     finetune,
     generate,
     inspect,
-    logits,
     mechanisms,
     push,
     recipes,
@@ -137,7 +136,6 @@ def _global(
 app.command()(inspect.inspect)
 app.command()(convert.convert)
 app.command()(estimate.estimate)
-app.command()(logits.logits)
 app.command()(finetune.finetune)
 app.command("eval")(eval.evaluate)
 app.command()(report.report)

@@ -55,7 +55,6 @@ COMMANDS = {
     "eval": ["ours", "--teacher", "source", "--lengths", "64", "--trials", "1"],
     "serve": ["ours"],
     "export": ["ours", "-o", "onnx"],
-    "logits": ["recipe.yaml", "teacher.model=source", "-o", "logits", "--top", "4"],
     "estimate": ["recipe.yaml"],
     "upgrade": ["ours", "-o", "upgraded"],
 }
@@ -146,10 +145,10 @@ def test_every_command_names_what_is_wrong_with_a_folder(
 ) -> None:
     damage(place / "ours")
     monkeypatch.setattr("linearize.serve.start.is_installed", lambda name: True)
-    for command in ("serve", "export", "logits", "estimate", "upgrade", "eval"):
+    for command in ("serve", "export", "estimate", "upgrade", "eval"):
         code, message = told(linearize, place, monkeypatch, command)
         assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), (command, message)
-    assert not {"onnx", "logits", "upgraded"} & {path.name for path in place.iterdir()}
+    assert not {"onnx", "upgraded"} & {path.name for path in place.iterdir()}
 
 
 @pytest.mark.parametrize("folder", ["ours", "source"])
@@ -424,7 +423,7 @@ def test_a_tokenizer_beside_code_that_does_not_run(
     linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (place / "ours" / "gsa.py").write_text("")
-    code, message = told(linearize, place, monkeypatch, "logits", "model.trust_remote_code=true")
+    code, message = told(linearize, place, monkeypatch, "finetune", "model.trust_remote_code=true", "teacher.model=source")
     assert (code, holds(message, "tokenizer", "loaded")) == (Exit.INCOMPATIBLE, True), message
 
 

@@ -214,14 +214,13 @@ def packed_tokens(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int |
     read of it, although a run packs all of one that is not streamed.
     """
     recipe, found = rehearsal.recipe, dict[Any, int]()
-    cap = None if rehearsal.stored_logits else max_steps
     for cost in costs:
         data, sft = recipe.data_for(cost.stage), cost.stage.answers_alone and kind_of(rehearsal.model) == "text"
         for split in ("train", "eval"):
             source = getattr(data, split)
             if source is None or holds_images(source):
                 continue
-            for part, limit in limits(source, token_limit(recipe, cost.stage, split, processes(), cap)):
+            for part, limit in limits(source, token_limit(recipe, cost.stage, split, processes(), max_steps)):
                 held = tokens_in(part, rehearsal)
                 if held is None:
                     held = limit if limit is not None else cost.tokens or 0

@@ -80,23 +80,14 @@ class Model(Strict):
 class Teacher(Strict):
     """A model other than the source, with its tokenizer, whose predictions `logit_kl` and `on_policy_kl` learn."""
 
-    model: Text | None = None
-    """A folder, a GGUF file, a Hub repository or `demo`; null: `logits` alone."""
+    model: Text
+    """A folder, a GGUF file, a Hub repository or `demo`."""
     revision: Text | None = None
     """Branch, tag or commit of a Hub repository; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of its weights; null keeps the stored one."""
     trust_remote_code: bool = False
     """Allow Python code that the teacher's repository holds to run."""
-    logits: Text | None = Field(default=None, validate_default=True)
-    """A folder that `linearize logits` wrote: its predictions are read, and no teacher is loaded."""
-
-    @field_validator("logits")
-    @classmethod
-    def _not_nothing(cls, logits: str | None, info: ValidationInfo) -> str | None:
-        if logits is None and info.data.get("model", "") is None:
-            raise ParentError("names no teacher: give model, logits, or both")
-        return logits
 
 
 class Convert(Strict):

@@ -1,4 +1,5 @@
-"""Keys of recipes that had another name once: files, overrides and records that have it are read as today's."""
+"""Keys of recipes that had another name once: files, overrides and records that have it are read as today's. Of keys
+that are gone, what takes their place."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ RENAMED = {
     ("lora", "target"): "target_modules",
     ("loss", "tokens_at_once"): "chunk_size",
     ("optimizer", "clip"): "max_grad_norm",
+}
+# The same of keys that have no successor -> what to do in a recipe that has them.
+GONE = {
+    ("teacher", "logits"): "predictions on disk are no longer read. Leave it out, and name the model: teacher.model",
 }
 
 

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Partial
 from ..data.batches import INPUTS, Batch, forward, keeps_logits, kind_of
 from ..recipe.recipe import Stage
 from .fsdp import is_divided, reshard, whole
-from .losses import TopLogits
-from .predictions import Compared, predictions, stored
+from .predictions import Compared, predictions
 from .student import Student
 from .terms import total
 
@@ -78,14 +77,11 @@ def chunked_loss(
 
 def predictions_of(
     student: Student, batch: Batch, autocast: Callable[[], Any], parts: list[slice] | None = None
-) -> Callable[[slice], Tensor | TopLogits]:
-    """`logits_of` the student's teacher, without gradient, or what was stored of its predictions."""
+) -> Callable[[slice], Tensor]:
+    """`logits_of` the student's teacher, without gradient."""
     if parts is not None and len(parts) == 1:
         whole = predictions(student, batch, autocast)
         return lambda part: whole
-    rows = stored(batch)
-    if rows is not None:
-        return lambda part: TopLogits(*(values[:, part] for values in rows))
     with student.teacher() as model:
         read = logits_of(model, batch, autocast)
 

@@ -34,8 +34,7 @@ from ..data.batches import (
     token_limit,
 )
 from ..data.documents import TextSource
-from ..data.logits import WithLogits, without_logits
-from ..data.packing import BlockOrder, Blocks, MixedBlocks
+from ..data.packing import BlockOrder, Blocks
 from ..errors import CheckFailedError, IncompatibleError, LinearizeError, quoted, resource_error
 from ..measure.evaluate import (
     Score,
@@ -46,7 +45,6 @@ from ..measure.evaluate import (
     random_teacher_warning,
     sample_count,
     score,
-    stored_score,
 )
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.data import Data, TeacherSource, parts_of
@@ -70,7 +68,7 @@ from .samples import write_samples
 from .save import load_converted, load_whole
 from .stages import Calibration, check_prediction, error_scale, listen
 from .student import Student, check_targets
-from .teacher import Named, facts_of, load_teacher, teacher_line, vocabulary_of
+from .teacher import Named, load_teacher, teacher_line, vocabulary_of
 
 # Enough for two digits of a mean over tokens, and cheap beside a stage.
 FIDELITY_TOKENS = 16384
@@ -136,18 +134,15 @@ class Finetuner:
             self.write_own_texts(self.recipe.data_for(stage))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
         if kind_of(self.model) != "images":
-            texts = [without_logits(blocks) for blocks in found if blocks is not None]
+            texts = [blocks for blocks in found if blocks is not None]
             for model in filter(None, (self.model, self.student.other)):
                 check_vocabulary(self.processor, model, texts)
 
     def load_teacher(self, named: Named) -> None:
-        """The model of the recipe's own teacher, whole on this device; none where its predictions are stored."""
-        if named.stored is not None:
-            self.student.vocabulary = named.stored.vocabulary
-        else:
-            with in_turns(self.accelerator):
-                self.student.other = load_teacher(named, self.device)
-            self.student.vocabulary = min(map(vocabulary_of, (self.model, self.student.other)))
+        """The model of the recipe's own teacher, whole on this device."""
+        with in_turns(self.accelerator):
+            self.student.other = load_teacher(named, self.device)
+        self.student.vocabulary = min(map(vocabulary_of, (self.model, self.student.other)))
         self.say(teacher_line(named, self.student.other))
 
     def open_model(self) -> Any:
@@ -218,12 +213,9 @@ class Finetuner:
         source = getattr(data, split)
         if source is None:
             return None
-        stored = self.named.stored if self.named else None
-        processes = self.accelerator.num_processes
-        # Rows of stored logits follow the seed's order over the text of the whole run.
-        limit = token_limit(self.recipe, stage, split, processes, None if stored else self.run.max_steps)
+        limit = token_limit(self.recipe, stage, split, self.accelerator.num_processes, self.run.max_steps)
         with self.accelerator.main_process_first():
-            samples = open_samples(
+            return open_samples(
                 source,
                 data.pack,
                 self.model,
@@ -238,11 +230,6 @@ class Finetuner:
                 erased=data.erase if split == "train" else 0.0,
                 own=lambda source: TextSource(files=tuple(shards_of(self.own_text(source)))),
             )
-        if stored is None or (split == "train" and not stage.learns_logits):
-            return samples
-        assert isinstance(samples, Blocks | MixedBlocks)
-        facts = facts_of(self.recipe, stage, split, self.processor, processes)
-        return stored.samples(samples, facts, stage.name)
 
     def say_once(self, text: str) -> None:
         """`say`, unless it said the same before: stages often share their data."""
@@ -324,7 +311,7 @@ class Finetuner:
         untrained = set[str]() if self.recipe.plain else untrained_mixers(self.base, read_plan(self.base))
         if not untrained:
             return False
-        blocks = without_logits(self.blocks(self.recipe.stages[0], "train"))
+        blocks = self.blocks(self.recipe.stages[0], "train")
         assert blocks is not None
         order = BlockOrder(len(blocks), self.recipe.seed)
         count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
@@ -380,8 +367,6 @@ class Finetuner:
         data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
         if teacher is None:
             found = score(self.model, data, self.accelerator, self.student)
-        elif isinstance(blocks, WithLogits):
-            found = stored_score(data, self.accelerator)
         else:
             found = score(teacher, data, self.accelerator)
         reshard(self.model)
@@ -420,7 +405,7 @@ class Finetuner:
         """Per-layer distance to the source's softmax on held-out text; empty without eval data, and where source
         weights trained beside another teacher, since no copies of them are kept then."""
         stage = self.recipe.stages[-1]
-        blocks = without_logits(self.blocks(stage, "eval"))
+        blocks = self.blocks(stage, "eval")
         if blocks is None or self.recipe.plain or (self.student.drifted and not self.student.own_teacher):
             return []
         data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.accelerator)
@@ -431,9 +416,9 @@ class Finetuner:
         text, without eval data, without a teacher that reads other texts, and for shards, whose processes read other
         ones."""
         data = self.recipe.data_for(self.recipe.stages[-1])
-        if (self.named and self.named.stored) or not self.student.has_teacher:
+        if not self.student.has_teacher or data.eval is None:
             return None
-        if data.eval is None or kind_of(self.model) != "text" or not has_head(self.model) or self.sharded:
+        if kind_of(self.model) != "text" or not has_head(self.model) or self.sharded:
             return None
         source = to_source(data.eval, data.pack.text_key, self.recipe.folder)
         trained = trained_length(self.recipe)

@@ -251,7 +251,6 @@ def test_chats_without_a_template_are_refused_before_the_conversion(
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"teacher": {"tokens": 5, "prompts": "none.jsonl"}}, {}, "none.jsonl"),
-    ({"teacher": {"tokens": 5}}, {"teacher": {"logits": "x"}}, "teacher.model"),
     ({"teacher": {"tokens": 5, "prompts": "chat", "stop": "never"}}, {}, "stop"),
     ({"teacher": {"tokens": 5, "prompts": "a.csv"}}, {}, "a.csv"),
     ({"teacher": {"token": 5}}, {}, "tokens"),
