@@ -78,7 +78,7 @@ class Model(Strict):
 
 
 class Teacher(Strict):
-    """A model other than the source, with its tokenizer, whose predictions `logit_kl` and `on_policy_kl` learn."""
+    """A model other than the source, with its tokenizer, whose predictions `logit_kl` learns."""
 
     model: Text
     """A folder, a GGUF file, a Hub repository or `demo`."""
@@ -365,28 +365,6 @@ class LogitKL(Stage):
     """Learn the tokens of answers alone: the assistant's of `messages`, or those of `completion`; all of plain text."""
 
 
-class OnPolicyLoss(Strict):
-    prompt: Count
-    """Tokens at the beginning of each row that the student goes on from; the rest of the row is what it writes."""
-    sampling: Temperature = 1.0
-    """Temperature at which it writes."""
-    temperature: Temperature = 1.0
-    """Divides the logits of both before the divergence, as in logit_kl."""
-
-
-class OnPolicyKL(Stage):
-    """Kullback-Leibler divergence from the teacher on what the student itself writes after prompts from the text."""
-
-    kind: Literal["on_policy_kl"]
-    """The model learns its teacher's predictions on what it writes itself."""
-    loss: OnPolicyLoss
-    """What it writes, and how it is compared."""
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return {"kl": 1.0}
-
-
 class FeatureLoss(FeatureWeights, use_attribute_docstrings=True):
     pooling: Literal["mean", "first"] = Field(default="mean", validate_default=True)
     """How one vector is made of a row's last hidden states, for `embedding` and `similarity`: their mean, or the first
@@ -425,7 +403,7 @@ class SFT(Stage):
         return {"ce": 1.0}
 
 
-AnyStage = Annotated[AttentionTransfer | LogitKL | OnPolicyKL | FeatureCosine | SFT, Field(discriminator="kind")]
+AnyStage = Annotated[AttentionTransfer | LogitKL | FeatureCosine | SFT, Field(discriminator="kind")]
 
 
 class Runtime(Strict):

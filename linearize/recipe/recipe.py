@@ -30,7 +30,6 @@ from .models import (
     Convert,
     FeatureCosine,
     LogitKL,
-    OnPolicyKL,
     Recipe,
     Stage,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "AttentionTransfer",
     "FeatureCosine",
     "LogitKL",
-    "OnPolicyKL",
     "Recipe",
     "Stage",
     "diff_resolved",
@@ -65,7 +63,6 @@ CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 _TAGGED: dict[str, type[Strict]] = {
     "attention_transfer": AttentionTransfer,
     "logit_kl": LogitKL,
-    "on_policy_kl": OnPolicyKL,
     "feature_cosine": FeatureCosine,
     "sft": SFT,
     **SOURCES,
@@ -191,7 +188,7 @@ def _teacher_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     if recipe.teacher is None:
         return
     if not any(stage.learns_logits for stage in recipe.stages):
-        yield ("teacher",), "no stage learns a teacher's logits: add logit_kl or on_policy_kl, or leave teacher out"
+        yield ("teacher",), "no stage learns a teacher's logits: add logit_kl, or leave teacher out"
     for i, stage in enumerate(recipe.stages):
         if isinstance(stage, FeatureCosine):
             yield ("stages", i), "compares hidden states with the source's own, so teacher has no use: leave it out"
@@ -323,6 +320,8 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
         expected = context.get("expected") or context["expected_tags"]
         choices = [word.strip("'").lower() for word in re.findall(r"'[^']*'|True|False", expected)] or [expected]
         value = value if kind == "literal_error" else value[keys[-1]]
+        if gone := GONE.get((keys[-1], value)):
+            return gone
         near = did_you_mean(str(value), choices)
         return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"
     message = str(context.get("error") or error["msg"])

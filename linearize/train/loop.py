@@ -30,7 +30,7 @@ from ..data.images import Images
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError, resource_error
 from ..recipe.data import unit_of
-from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, OnPolicyKL, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, Stage
 from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
 from .compiled import CompiledLayers, compiles
@@ -42,7 +42,7 @@ from .offload import Host, offloaded
 from .progress import StageProgress, forget_peak, memory_bytes
 from .runs import OPTIMIZER, Position, reading
 from .speed import Products, Speed
-from .stages import end_to_end_loss, transfer_loss, written
+from .stages import end_to_end_loss, transfer_loss
 
 if TYPE_CHECKING:
     from ..measure.evaluate import Score
@@ -292,10 +292,6 @@ class StageLoop:
         if data.mixup or data.cutmix:
             place = owner.recipe.seed, self.number, step, accelerator.process_index
             micro = [mixed(b, data.mixup, data.cutmix, seed_for(*place, m)) for m, b in enumerate(micro)]
-        if isinstance(self.stage, OnPolicyKL):
-            torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, accelerator.process_index))
-            with accelerator.autocast():
-                micro = [written(self.stage, owner.model, batch) for batch in micro]
         counts = torch.stack(
             [torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum(), b["valid"].any(1).sum()]) for b in micro]
         )

@@ -49,7 +49,7 @@ from ..measure.evaluate import (
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.data import Data, TeacherSource, parts_of
 from ..recipe.models import Scratch
-from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, OnPolicyKL, Recipe, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, Recipe, Stage
 from ..terminal.output import counted, nats, percent
 from ..terminal.tables import row_name
 from ..verify.child.inputs import make_inputs, most_tokens
@@ -114,9 +114,6 @@ class Finetuner:
         else:
             self.model.to(self.device)
         for stage in self.recipe.stages:
-            if self.sharded and isinstance(stage, OnPolicyKL):
-                message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
-                raise IncompatibleError(message)
             if self.sharded and own_texts(self.recipe.data_for(stage)):
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
                 raise IncompatibleError(f"{message}, then give data.train the files in its cache")
@@ -595,8 +592,6 @@ def check_model(model: Any, recipe: Recipe) -> None:
             raise IncompatibleError(f"{stage.name}: {type(model).__name__} {what}; use {other}")
         if isinstance(stage, SFT) and stage.drop_path:
             check_drop_path(model, stage)
-        if isinstance(stage, OnPolicyKL):
-            check_writing(model, stage, recipe.data_for(stage).pack.seq_len)
         if seen is not None and (not isinstance(stage, AttentionTransfer) or recipe.data_for(stage).eval is not None):
             if isinstance(seen, LinearizeError):
                 raise seen
@@ -641,12 +636,3 @@ def tried(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | Lineariz
         return error
     except Exception:  # code of many architectures, which may ask for values
         return None
-
-
-def check_writing(model: Any, stage: OnPolicyKL, seq_len: int) -> None:
-    """Refuse on_policy_kl for a model that writes no text (exit 3), and prompts that leave no room (exit 2)."""
-    if kind_of(model) != "text":
-        raise IncompatibleError(f"{stage.name}: {type(model).__name__} writes no text to learn from; use logit_kl")
-    if stage.loss.prompt >= seq_len:
-        message = f"{stage.name}: loss.prompt is {stage.loss.prompt}, data.pack.seq_len {seq_len}"
-        raise LinearizeError(f"{message}. Leave room for what the student writes, for example {max(1, seq_len // 2)}")

@@ -95,7 +95,7 @@ COST = {
         {"name": name, "memory": dict.fromkeys(PARTS, 3 << 30), "tokens_per_s": 123456.0, "hours": 33.5, "fits": True,
          "uncounted": "", "host_bytes": 0, "data": {"seq_len": 4096},
          "measured": {"tokens_per_s": 123456.0, "peak": 71 << 30}}
-        for name in ("attention_transfer", "logit_kl", "on_policy_kl")
+        for name in ("attention_transfer", "logit_kl", "feature_cosine")
     ],
     "device": {"name": "h100-80g", "count": 8, "memory": 80 << 30}, "disk": {"total": 1 << 30}, "hours": None,
     "kwh": None, "price": None,

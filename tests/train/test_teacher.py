@@ -121,12 +121,11 @@ def perplexity(model: Path, place: Path) -> float:
 
 @pytest.mark.slow
 def test_the_source_by_name_is_the_teacher_that_it_is_anyway(root: Path, tmp_path: Path) -> None:
-    """Through a transfer, which keeps the source, a stage of all weights, and one on the student's own text."""
+    """Through a transfer, which keeps the source, and a stage of all weights."""
     loss = {"kl": 1.0, "ce": 0.5, "temperature": 2.0, "chunk_size": 12}
     stages = [
         stage("attention_transfer", steps=2),
         stage("logit_kl", "all", loss=loss, steps=2, completion_only=True),
-        stage("on_policy_kl", "mixer", loss={"prompt": 28}, steps=1),
     ]
     data = {**DATA, "train": {"files": ["chat.jsonl"]}}
     for name, key in (("own", None), ("named", {"model": str(source(root))})):
