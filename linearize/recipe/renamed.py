@@ -16,7 +16,7 @@ RENAMED = {
     ("optimizer", "clip"): "max_grad_norm",
 }
 # The same of keys that have no successor, and (key, value) -> what to do in a recipe that has them.
-GONE = {
+GONE: dict[tuple[Any, ...], str] = {
     ("kind", "on_policy_kl"): "on_policy_kl is gone: logit_kl learns as much. Set kind: logit_kl, leave loss out",
     ("teacher", "logits"): "predictions on disk are no longer read. Leave it out, and name the model: teacher.model",
 }
