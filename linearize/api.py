@@ -224,7 +224,7 @@ def evaluate(
         device: `auto`, `cpu` or `cuda`.
         dtype: `keep`, `float32`, `bfloat16` or `float16`.
         trust_remote_code: Allow Python code that the models ship to run.
-        generate: Texts that each model writes by itself: recall without help, Python that parses, repetition; of
+        generate: Texts that each model writes by itself: recall without help, repetition; of
             conversations also whether answers end, and where the teacher's do.
 
     Returns:

@@ -79,7 +79,7 @@ def evaluate(
         int,
         typer.Option(
             min=0,
-            help="Texts that each model generates, to measure recall, whether Python parses, and repetition; of "
+            help="Texts that each model generates, to measure recall and repetition; of "
             "conversations also whether answers end.",
         ),
     ] = 0,

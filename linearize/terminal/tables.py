@@ -176,7 +176,6 @@ def positions_table(found: dict[str, Any] | None) -> None:
 # What models write by themselves, as `linearize eval --generate` measures it.
 WRITTEN_FREELY = {
     "recall": "recall written freely",
-    "python": "Python written that parses",
     "repeated": "written tokens that repeat (runs of 4)",
 }
 

@@ -42,7 +42,7 @@ from linearize.verify.checks import Check
 PPL = {"student_ppl": 12345.678, "teacher_ppl": 11345.678, "ppl_ratio": 1.088, "kl": 0.0912}
 POSITIONS = {"rows": 12, "text": "long", "trained_length": 4096, "blocks": [{"from": 65536, "to": 131072, **PPL}]}
 ANSWER = {"student": {"accuracy": 0.5}, "teacher": {"accuracy": 1.0}, "length": 131072, "entries": 128}
-FREELY = {who: {"recall": 0.5, "python": 0.25, "repeated": 0.125} for who in ("student", "teacher")}
+FREELY = {who: {"recall": 0.5, "repeated": 0.125} for who in ("student", "teacher")}
 ANSWERED = {**{who: {"ended": 0.5, "length": 99.5} for who in ("student", "teacher")}, "asked": 32, "same_end": 0.25}
 COMPARED = {
     **PPL, "top1_agreement": 0.912, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
