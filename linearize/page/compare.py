@@ -110,7 +110,7 @@ def _seen(place: Path, beside: Sequence[RunRecord]) -> RunRecord:
     others = ", ".join(one.name for one in beside)
     raise LinearizeError(
         f"{place} is a model, and {f'none of {others} was' if others else 'nothing else is named that was'} measured "
-        f"beside it. Name a run that it taught, or measure a student: linearize eval STUDENT --teacher "
+        f"against it. Name a run that it taught, or measure a student: linearize eval STUDENT --teacher "
         f"{quoted(place)} -o {EVAL}, then linearize compare {EVAL} {quoted(place)}"
     )
 

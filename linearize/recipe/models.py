@@ -378,7 +378,7 @@ class FeatureLoss(FeatureWeights, use_attribute_docstrings=True):
 
 
 class FeatureCosine(Stage):
-    """Last hidden states beside the teacher's, for models without a head: one minus their cosine, and for sentence
+    """Last hidden states against the teacher's, for models without a head: one minus their cosine, and for sentence
     encoders one minus that of each row's vector, and how similar two rows are."""
 
     kind: Literal["feature_cosine"]
@@ -451,7 +451,7 @@ class Eval(Strict):
 
 class Track(Strict):
     to: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
-    """Where metrics go beside metrics.jsonl; its package must be installed."""
+    """Where metrics go in addition to metrics.jsonl; its package must be installed."""
 
 
 class Finish(Strict):

@@ -1,4 +1,4 @@
-"""How fast a stage runs, and what share of a card's products that is."""
+"""How fast a stage runs, and what share of a card's peak FLOP/s that is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Speed:
         found = f"{self.steps * tokens_per_step / self.seconds:,.0f} {unit}/s"
         rate = card_flops()
         if self.flops and rate:
-            found += f", {percent(self.flops * self.steps / self.seconds / rate)} of the card's products"
+            found += f", {percent(self.flops * self.steps / self.seconds / rate)} of the card's peak FLOP/s"
         return ", ".join([found, *how])
 
 

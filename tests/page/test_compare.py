@@ -296,7 +296,9 @@ def test_a_model_that_nothing_measured_is_refused_with_what_was_found(
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    with pytest.raises(LinearizeError, match=f"{other} is a model, and none of a, b was measured beside it") as refused:
+    with pytest.raises(
+        LinearizeError, match=f"{other} is a model, and none of a, b was measured against it"
+    ) as refused:
         read_rows([*two, other])
     assert refused.value.code == Exit.USAGE
     with pytest.raises(LinearizeError, match="nothing else is named that was measured"):
