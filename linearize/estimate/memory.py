@@ -85,7 +85,7 @@ def moments(parameter: Tensor, small: bool) -> list[Tensor]:
 
 
 def divided(memory: Memory, processes: int, sharded: bool, transfers: bool) -> Memory:
-    """The memory of one of several processes: FSDP2 and ZeRO-3 divide the source's part of what stays, DDP nothing.
+    """The memory of one of several processes: FSDP2 divides the source's part of what stays, DDP nothing.
     What is gathered is among the activations then, and else nothing is.
 
     What is computed here was not counted: DDP's buckets, a second copy of the gradients, and sharding's gathered units.

@@ -365,6 +365,7 @@ def test_a_teacher_pass_keeps_the_hooks_of_ddp(model: Path, tmp_path: Path) -> N
 
 
 FSDP_REFUSED = [
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "--use_fsdp --fsdp_version 2"),
     ({"FSDP_VERSION": "1"}, {}, "--fsdp_version 2"),
     ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "--fsdp_offload_params false"),
     ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "runtime.gradient_checkpointing: true"),
