@@ -35,7 +35,7 @@ from .evaluate import check_finite, sample_count
 from .free_generation import beginnings, free_generation, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
-from .recall import Row, Writer, rows_of, score
+from .recall import Writer, rows_of, score
 
 TASKS = ("recall", "needle")
 USUAL = "demo"  # the preset whose text is read where no recipe is given
@@ -177,19 +177,6 @@ def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
     return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)
 
 
-def recall_rows(
-    tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
-) -> dict[tuple[str, int], list[Row]]:
-    """The rows of each task at each length. Raises LinearizeError (exit 2) for text or lengths that do not suffice."""
-    text = [token for i in range(sample_count(blocks, max_tokens)) for token in blocks[i]["input_ids"].tolist()]
-    # Needles first: a text that is too short for them is refused before anything is written or measured.
-    return {
-        (task, length): rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
-        for task in reversed(TASKS)
-        for length in request.lengths
-    }
-
-
 def measure(
     student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
 ) -> dict[str, Any]:
@@ -199,7 +186,13 @@ def measure(
     asked = len(TASKS) * request.trials * sum(request.lengths)
     total = 2 * (number * blocks.seq_len + asked)
     with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
-        made = recall_rows(tokenizer, blocks, max_tokens, request)
+        text = [token for i in range(number) for token in blocks[i]["input_ids"].tolist()]
+        # Needles first: a text that is too short for them is refused before anything is measured.
+        made = {
+            (task, length): rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
+            for task in reversed(TASKS)
+            for length in request.lengths
+        }
         result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
         for task in TASKS:
             result[task] = []

@@ -467,17 +467,38 @@ class Finish(Strict):
     """user/repo on the Hub that receives the finished model."""
 
 
-class Recipe(Strict):
-    """What `linearize finetune` does: base, surgery, data and the stages of distillation."""
+class RunRecipe(Strict):
+    """What recipes of transformers' models and of pipelines share."""
 
     version: Literal[1]
     """Version of the format of recipes."""
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names the run; every ${name} in the recipe becomes this."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of new parameters, the order of the data, and dropout."""
+    """Seed of new parameters, the order of the data, and dropout or noise."""
     output_dir: Text = Field(default_factory=lambda data: f"runs/{data['name']}")
     """runs/${name} unless given."""
+
+    _folder: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present_keys(cls, data: Any) -> Any:
+        return present_keys(data)
+
+    @property
+    def folder(self) -> Path:
+        """Where relative data files start."""
+        return self._folder
+
+    def resolved(self) -> dict[str, Any]:
+        """Every value, defaults included, as JSON has it; `model_validate` reads it back."""
+        return self.model_dump(mode="json")
+
+
+class Recipe(RunRecipe):
+    """What `linearize finetune` does: base, surgery, data and the stages of distillation."""
+
     model: Model
     """What is distilled, and from what."""
     convert: Convert | None = None
@@ -504,13 +525,6 @@ class Recipe(Strict):
     """Where metrics are shown."""
     finish: Finish = Finish()
     """What happens to the finished model."""
-
-    _folder: Path = PrivateAttr(default=Path())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _present_keys(cls, data: Any) -> Any:
-        return present_keys(data)
 
     @field_validator("eval")
     @classmethod
@@ -540,11 +554,6 @@ class Recipe(Strict):
         """Whether the finished model's LoRA lies apart from it."""
         return not self.finish.merge_lora and any(stage.lora for stage in self.stages)
 
-    @property
-    def folder(self) -> Path:
-        """Where relative data files start."""
-        return self._folder
-
     def sources_of(self, stage: Stage) -> dict[str, Any]:
         """What a stage reads, by the keys of the recipe that name it: its own, or those of all stages."""
         data, found = self.data_for(stage), dict[str, Any]()
@@ -567,10 +576,6 @@ class Recipe(Strict):
         if holds_images(train):
             changes = {key: getattr(shared, key) for key in OF_IMAGES}
         return Data(train=train, eval=own.eval or shared.eval, pack=pack, **changes)
-
-    def resolved(self) -> dict[str, Any]:
-        """Every value, defaults included, as JSON has it; `Recipe.model_validate` reads it back."""
-        return self.model_dump(mode="json")
 
     def changed(self, resolved: dict[str, Any]) -> Recipe:
         """The recipe of these values, with its files where this one's are."""
