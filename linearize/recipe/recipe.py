@@ -320,7 +320,7 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
         expected = context.get("expected") or context["expected_tags"]
         choices = [word.strip("'").lower() for word in re.findall(r"'[^']*'|True|False", expected)] or [expected]
         value = value if kind == "literal_error" else value[keys[-1]]
-        if gone := GONE.get((keys[-1], value)):
+        if gone := GONE.get((keys[-1], str(value))):  # a list has no hash
             return gone
         near = did_you_mean(str(value), choices)
         return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"
