@@ -28,10 +28,9 @@ from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.measure.compare import state_bytes, text_recipe
-from linearize.measure.continuation import continued
 from linearize.measure.conversations import ANSWER, answers, compare_answers, end_in, questions
 from linearize.measure.evaluate import Score, note_of_little
-from linearize.measure.free_generation import answered, free_generation, repetition
+from linearize.measure.free_generation import answered, continued, free_generation, repetition
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
 from linearize.recipe.data import rooted
@@ -782,7 +781,6 @@ def test_continued_is_what_generate_writes(folder: Path) -> None:
     ids = torch.randint(1, 200, (2, 20), generator=torch.Generator().manual_seed(0))
     theirs = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(continued(model, ids, 6), theirs[:, 20:])
-    assert not torch.equal(*(continued(model, ids, 6, 1.0) for _ in range(2)))
 
 
 def test_demo_is_a_teacher_by_name(linearize: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

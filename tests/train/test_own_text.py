@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run
-from linearize.measure.continuation import continued
+from linearize.measure.free_generation import continued
 from linearize.recipe.data import OwnText
 from linearize.recipe.recipe import Recipe
 from linearize.train import own_text
