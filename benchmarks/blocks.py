@@ -68,11 +68,8 @@ class Blocks(nn.Sequential):
         return (super().forward(x),)
 
 
-def make_blocks(
-    shape: BlockShape, mechanism: str | None, options: dict[str, Any] | None = None, softmax_every: int = 0
-) -> Blocks:
-    """The blocks of a shape with a mechanism in the place of softmax, or with SDPA: in all, or in every
-    `softmax_every`-th one."""
+def make_blocks(shape: BlockShape, mechanism: str | None, options: dict[str, Any] | None = None) -> Blocks:
+    """The blocks of a shape with a mechanism in the place of softmax, or with SDPA."""
     width = shape.heads * shape.dim
     site = AttentionSite(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim, shape.dim**-0.5,
                          False, grid="patches")  # fmt: skip
@@ -80,9 +77,7 @@ def make_blocks(
     with torch.device(here()):
         if mechanism is not None:
             own = resolve_options(mechanism, options or {})
-            linear = [i for i in range(shape.blocks) if not softmax_every or (i + 1) % softmax_every]
-            for i in linear:
-                mixers[i] = build_mixer(mechanism, site, own)
+            mixers = [build_mixer(mechanism, site, own) for _ in range(shape.blocks)]
         blocks = Blocks(*(Block(shape, mixer) for mixer in mixers))
     for mixer in mixers:
         if mixer is not None:

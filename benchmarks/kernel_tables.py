@@ -1,9 +1,8 @@
-"""Tables of `linearize bench kernels --save RESULT`, or of `benchmarks.paper`, put into a page.
+"""Tables of `linearize bench kernels --save RESULT`, put into a page.
 
 python -m benchmarks.kernel_tables RESULT PAGE
 
-The page has a pair of comments for each, `<!-- kernels la -->` or `<!-- paper la -->`, and `<!-- end -->`; what is
-between them is replaced.
+The page has a pair of comments for each, `<!-- kernels la -->` and `<!-- end -->`; what is between them is replaced.
 `all` stands for the machine and the comparison with flash-linear-attention. Mechanisms that the result has not, stay.
 """
 
@@ -15,19 +14,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper import markdown
 from linearize.bench.report import overview, tables
 
 PLACE = re.compile(r"(<!-- (\w+ \w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(page: str, result: dict[str, Any]) -> str:
-    """The page with the result's tables: of `bench kernels`, or of `benchmarks.paper`."""
-    if "paper" in result:
-        text = {f"paper {result['paper']}": markdown(result)}
-    else:
-        found = {"all": overview(result)} | {name: tables(one) for name, one in result["mechanisms"].items()}
-        text = {f"kernels {name}": "\n".join(lines).strip("\n") for name, lines in found.items()}
+    """The page with the result's tables."""
+    found = {"all": overview(result)} | {name: tables(one) for name, one in result["mechanisms"].items()}
+    text = {f"kernels {name}": "\n".join(lines).strip("\n") for name, lines in found.items()}
 
     def put(place: re.Match[str]) -> str:
         return f"{place[1]}\n{text[place[2]]}\n\n{place[3]}" if place[2] in text else place[0]

@@ -5,7 +5,7 @@
     api.plan("MODEL", "gsa", keep_softmax="7,15")              # decide, write nothing
     folder = api.convert("MODEL", "gsa", "MODEL-gsa")          # write a model folder
     report = api.finetune("gsa", {"model.base": "MODEL"})      # convert, distil, save, as a recipe says
-    result = api.evaluate("runs/gsa/final", teacher="MODEL")   # measure student beside teacher
+    result = api.evaluate("runs/gsa/final", teacher="MODEL")   # compare student and teacher
     model, tokenizer = api.load("runs/gsa/final")              # an ordinary transformers model
 
 The promise: the names and arguments of these five functions, their order, and the keys of what they return stay as they
@@ -70,7 +70,7 @@ def plan(
         restore: Layers of a model that is converted already that get softmax back.
         keep_heads: Heads of linear layers that keep softmax, by layer and key head: `3:0,1;7:2`, or `auto:2%` to let
             linearize choose.
-        kept_window: How many last tokens, beside the first four, softmax sees in kept layers; None: all. `4096@1,3`:
+        kept_window: How many last tokens, with the first four, softmax sees in kept layers; None: all. `4096@1,3`:
             in these layers alone. `auto:4096`: where it is measured that this changes predictions little.
 
     Returns:
@@ -209,7 +209,7 @@ def evaluate(
     trust_remote_code: bool = False,
     generate: int = 0,
 ) -> dict[str, Any]:
-    """Measure a converted model beside the one that it was made of, on the same text.
+    """Compare a converted model with the one that it was made of, on the same text.
 
     Args:
         student: Converted model: a local folder or a Hub id.
@@ -224,7 +224,7 @@ def evaluate(
         device: `auto`, `cpu` or `cuda`.
         dtype: `keep`, `float32`, `bfloat16` or `float16`.
         trust_remote_code: Allow Python code that the models ship to run.
-        generate: Texts that each model writes by itself: recall without help, Python that parses, repetition; of
+        generate: Texts that each model writes by itself: recall without help, repetition; of
             conversations also whether answers end, and where the teacher's do.
 
     Returns:

@@ -29,10 +29,8 @@ from .commands import (
     finetune,
     generate,
     inspect,
-    logits,
     mechanisms,
     push,
-    race,
     recipes,
     report,
     runs,
@@ -138,13 +136,11 @@ def _global(
 app.command()(inspect.inspect)
 app.command()(convert.convert)
 app.command()(estimate.estimate)
-app.command()(logits.logits)
 app.command()(finetune.finetune)
 app.command("eval")(eval.evaluate)
 app.command()(report.report)
 app.command()(runs.runs)
 app.command()(runs.compare)
-app.command()(race.race)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(push.push)
 app.command()(mechanisms.mechanisms)

@@ -103,7 +103,7 @@ def check_command(words: list[str]) -> None:
     command, given = parse(words)
     bare = [word for word in [*(given.get("values") or []), *(given.get("words") or [])] if "=" in word]
     options = [*bare, *(given.get("settings") or [])]
-    recipe = given.get("recipe") if command.name in ("finetune", "eval", "logits", "race") else None
+    recipe = given.get("recipe") if command.name in ("finetune", "eval") else None
     if command.name == "convert" and is_recipe(given["model"], bare):
         recipe = given["model"]
     elif given.get("to") in mechanism_names() and options:
@@ -199,15 +199,14 @@ RUNS = re.compile(r"runs/[\w-]+$|RUN$")
 TEXTS = re.compile(r"[\w/-]+\.(?:jsonl|txt)\b")
 # Commands that take seconds on a small model of text; what trains says what it would do.
 SMALL = (
-    "inspect", "convert", "generate", "finetune", "logits", "race", "report", "eval", "recipes", "verify", "push",
+    "inspect", "convert", "generate", "finetune", "report", "eval", "recipes", "verify", "push",
     "estimate", "upgrade",
 )  # fmt: skip
-DRY = ("finetune", "logits", "race")
+DRY = ("finetune",)
 # Why a command is parsed and its recipe checked, but not run: the first pattern that is found in it, with its page.
 REASONS = {
     r"^\S+ (?:\S+|recipes \w+|--\S+|COMMAND --help|bench \w+|mechanisms NAME|\w+ RECIPE)$": "a name in a sentence",
     r" serve ": "a server: tests/serve, and `make serving`",
-    r" race (?:demo|TEACHER|MODEL)\b(?!.*--dry-run)": "minutes: tests/race runs a small one",
     r" demo(?: -o demo-run)?$": "minutes: .ci/run runs it from the wheel",
     r" bench (?:kernels|model) ": "minutes, or a GPU: tests/bench",
     r" runtime.compile=true --measure": "a minute of compiled C++: tests/train/test_compiled.py",
@@ -218,11 +217,11 @@ REASONS = {
     r"auto:|(?:finetune|estimate|convert) hybrid": "chooses layers, half a minute each: tests/choose",
     r"images:|\bvit\b|vit-|wan|pictures|to mhla": "images, or a pipeline: test_finetune_images.py, tests/diffusion",
     r"compare ": "several runs: tests/page/test_compare.py",
-    r"logits=|32768|7,15|4,5|3:0|4:1|--layers|--restore": "more layers, tokens or files than the small model has",
+    r"32768|7,15|4,5|3:0|4:1|--layers|--restore": "more layers, tokens or files than the small model has",
     r"push DIR user/repo$": "an upload: tests/hub",
     r"bench train ": "stages of a recipe, timed: tests/bench",
     r" push sft/final ": "a folder that TRL saved: tests/company",
-    r"^(?!README|install|distil|evaluate|serve|how-it-works|works-with|python).* (?:finetune|logits|eval|"
+    r"^(?!README|install|distil|evaluate|serve|how-it-works|works-with|python).* (?:finetune|eval|"
     r"generate) ": "differs from those of the guides in numbers, and each takes seconds",
 }
 FEW = ("--lengths", "256", "--trials", "1", "data.pack.seq_len=64", "eval.max_tokens=512")

@@ -355,47 +355,6 @@ def test_labels_are_smoothed(root: Path, tmp_path: Path) -> None:
     assert not torch.isclose(loss, torch.nn.functional.cross_entropy(logits, wanted), rtol=1e-5)
 
 
-def test_the_student_learns_from_what_it_writes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    step = StageLoop._micro_batch
-
-    def watched(loop: StageLoop, batch: Any, tokens: Any) -> Any:
-        seen.append((batch, tokens))
-        return step(loop, batch, tokens)
-
-    monkeypatch.setattr(StageLoop, "_micro_batch", watched)
-    one = stage("on_policy_kl", "mixer", loss={"prompt": 12, "sampling": 0.7}, steps=3)
-    train(make_recipe(tmp_path, base(root, "llama"), one))
-    losses = metrics(tmp_path)
-    batch, tokens = seen[0]
-    model = load_converted(base(root, "llama"), torch.float32, False)
-    with torch.no_grad():
-        ours = forward(model, batch).log_softmax(-1)
-        with Student(model).as_teacher():
-            theirs = forward(model, batch).log_softmax(-1)
-    expected = (theirs.exp() * (theirs - ours)).sum(-1)[batch["valid"]].mean()
-    assert losses[0] == pytest.approx(float(expected), rel=1e-4)
-    assert not same(tensors(tmp_path / "run" / "final"), tensors(base(root, "llama")))
-    assert int(tokens[0]) == 2 * (T - 12)
-    assert torch.equal(batch["labels"][:, 12:], batch["input_ids"][:, 12:])
-    assert (batch["labels"][:, :12] == -100).all()
-    assert batch["valid"][:, 11:-1].all()
-    assert not batch["valid"][:, :11].any()
-    train(make_recipe(tmp_path / "again", base(root, "llama"), {**one, "steps": 2}))
-    assert metrics(tmp_path / "again") == losses[:2]
-    for name, loss in {"warm": {"temperature": 2.0}, "hot": {"sampling": 2.0}}.items():
-        changed = {**one, "steps": 1, "loss": {**one["loss"], **loss}}
-        train(make_recipe(tmp_path / name, base(root, "llama"), changed))
-        assert metrics(tmp_path / name)[0] != losses[0]
-
-
-def test_prompts_leave_room(root: Path, tmp_path: Path) -> None:
-    one = stage("on_policy_kl", "mixer", loss={"prompt": T})
-    with pytest.raises(LinearizeError, match=rf"loss.prompt.*{T}.*data.pack.seq_len.*{T}") as caught:
-        train(make_recipe(tmp_path, base(root, "llama"), one))
-    assert caught.value.code == Exit.USAGE
-
-
 def test_sft_learns_what_the_assistant_says(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = []
     step = StageLoop._micro_batch

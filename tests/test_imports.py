@@ -36,7 +36,7 @@ def imported(tree: ast.AST, package: list[str]) -> Iterator[tuple[str, ...]]:
         pending += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from ((alias.name,) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
             yield from late(node, package)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []

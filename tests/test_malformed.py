@@ -56,7 +56,6 @@ COMMANDS = {
     "eval": ["ours", "--teacher", "source", "--lengths", "64", "--trials", "1"],
     "serve": ["ours"],
     "export": ["ours", "-o", "onnx"],
-    "logits": ["recipe.yaml", "teacher.model=source", "-o", "logits", "--top", "4"],
     "estimate": ["recipe.yaml"],
     "upgrade": ["ours", "-o", "upgraded"],
 }
@@ -147,10 +146,10 @@ def test_every_command_names_what_is_wrong_with_a_folder(
 ) -> None:
     damage(place / "ours")
     monkeypatch.setattr("linearize.serve.start.is_installed", lambda name: True)
-    for command in ("serve", "export", "logits", "estimate", "upgrade", "eval"):
+    for command in ("serve", "export", "estimate", "upgrade", "eval"):
         code, message = told(linearize, place, monkeypatch, command)
         assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), (command, message)
-    assert not {"onnx", "logits", "upgraded"} & {path.name for path in place.iterdir()}
+    assert not {"onnx", "upgraded"} & {path.name for path in place.iterdir()}
 
 
 @pytest.mark.parametrize("folder", ["ours", "source"])
@@ -452,14 +451,6 @@ def test_an_index_that_is_damaged_is_not_pushed(
     (place / "ours" / "model.safetensors.index.json").write_text(text)
     code, message = told(linearize, place, monkeypatch, "push")
     assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), message
-
-
-def test_a_tokenizer_beside_code_that_does_not_run(
-    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (place / "ours" / "gsa.py").write_text("")
-    code, message = told(linearize, place, monkeypatch, "logits", "model.trust_remote_code=true")
-    assert (code, holds(message, "tokenizer", "loaded")) == (Exit.INCOMPATIBLE, True), message
 
 
 # ---------------------------------------------------------------- what is gone, or cannot be made

@@ -74,7 +74,7 @@ def _beside_fla(mechanisms: dict[str, Any]) -> Iterator[str]:
                 share = f"{peaks[0] / peaks[1]:.0%}" if all(peaks) else ""
                 rows.append([mechanism, run["shape"], run["name"], *_ratios(ours, run), share])
     if rows:
-        columns = ("mechanism", "shape", "beside", "times faster forward", "forward + backward", "of its memory")
+        columns = ("mechanism", "shape", "compared with", "times faster forward", "forward + backward", "of its memory")
         yield from ("", *markdown_table(columns, rows))
 
 
@@ -103,7 +103,7 @@ def _runs(records: list[dict[str, Any]]) -> Iterator[str]:
         if run["name"].endswith(" alone") and "both" in run:
             ours = _ours(records, run)
             costs = (f"{ours[part]['ms'] / run[part]['ms'] - 1:+.1%}" for part in PARTS if part in ours)
-            yield from ("", f"{run['shape']}, its time beside {run['name']}: {', '.join(costs)}.")
+            yield from ("", f"{run['shape']}, its time compared with {run['name']}: {', '.join(costs)}.")
 
 
 def _rates(run: dict[str, Any]) -> list[str]:

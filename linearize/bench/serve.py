@@ -1,4 +1,4 @@
-"""`linearize bench serve`: a converted model beside its source in vLLM, each engine in a process of its own."""
+"""`linearize bench serve`: a converted model compared with its source in vLLM, each engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -155,18 +155,18 @@ def run_engine(asked: dict[str, Any], timeout: float) -> dict[str, Any]:
 # Of a load: the figure, its title, whether it is a number of tokens.
 FIGURES = (
     ("step_ms", "ms a step", False),
-    ("written_tokens_s", "tokens/s written", True),
-    ("read_tokens_s", "read", True),
+    ("written_tokens_s", "decode tokens/s", True),
+    ("read_tokens_s", "prefill tokens/s", True),
 )
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table: a row for each load and model, beside the first model."""
+    """The table: a row for each load and model, compared with the first model."""
     models, machine = result["models"], result["machine"]
     first = next(iter(models.values()))
     lines = [
-        f"{machine['device']}, vLLM {machine['vllm']}, torch {machine['torch']}; {result['steps']} steps after the "
-        "last prompt is read.",
+        f"{machine['device']}, vLLM {machine['vllm']}, torch {machine['torch']}; {result['steps']} decode steps "
+        "after the last prompt.",
         "",
         "| requests x tokens | model | " + " | ".join(title for _, title, _ in FIGURES) + " |",
         "|---|---|" + "--:|" * len(FIGURES),

@@ -15,7 +15,7 @@ from ..terminal.output import markdown_table
 from ..train.runtime import Say
 from .timing import machine
 
-COLUMNS = ("batch", "tokens/s", "of the products", "device waits", "CUDA graphs", "peak GiB", "of softmax's speed")
+COLUMNS = ("batch", "tokens/s", "of peak FLOP/s", "device waits", "CUDA graphs", "peak GiB", "of softmax's speed")
 
 
 def bench_train(recipe: Recipe, say: Say) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def bench_kernels(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the kernels of each mechanism beside PyTorch, SDPA and, where it is installed, flash-linear-attention.
+    """Time the kernels of each mechanism against PyTorch, SDPA and, where it is installed, flash-linear-attention.
 
     Each row is printed on stderr when it is measured, and the tables on stdout at the end.
     """
@@ -104,7 +104,7 @@ def bench_model(
     compiled: Annotated[bool, typer.Option("--compile", help="Also measure torch.compile.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Time a converted model beside its softmax original, on random weights: training, prefill, decode, images.
+    """Time a converted model and its softmax original, on random weights: training, prefill, decode, images.
 
     Each row is printed on stderr when it is measured, and the tables on stdout at the end.
     """
@@ -132,9 +132,9 @@ def bench_train(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Time the steps of a recipe's stages, on random weights and tokens, beside those of a student that keeps softmax.
+    """Time the steps of a recipe's stages, on random weights and tokens, and those of a student that keeps softmax.
 
-    It prints tokens/s, the share of the card's products, and the share of a step in which the card waits for Python.
+    It prints tokens/s, the share of the card's peak FLOP/s, and the share of a step in which the card waits for Python.
     """
     check_base(overrides or [])
     from ..recipe.recipe import load_recipe
@@ -165,7 +165,7 @@ def bench_serve(
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Time a converted model beside its source in vLLM: tokens/s written and read, time of a token, sequences that fit.
+    """Compare a converted model with its source in vLLM: prefill and decode tokens/s, ms a token, sequences that fit.
 
     Each engine has a process of its own. Weights may be random; tokens are not compared.
     """

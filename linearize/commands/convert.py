@@ -91,7 +91,7 @@ def convert(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Mechanism option as key=value, also beside a recipe. Repeatable."),
+        typer.Option("--set", help="Mechanism option as key=value, also with a recipe. Repeatable."),
     ] = None,
     allow_drop: Annotated[
         list[str] | None,

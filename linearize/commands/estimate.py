@@ -84,7 +84,7 @@ def data_lines(plans: list[dict[str, Any]]) -> None:
 
 
 # Shares of a measured step.
-SHARES = {"products": "of the products", "device_waits": "waiting"}
+SHARES = {"products": "of peak FLOP/s", "device_waits": "waiting"}
 # What the parts of an estimate's memory are called where that is not their key.
 PART_NAMES = {"masters": "float32 weights", "total": "sum"}
 
@@ -121,7 +121,7 @@ def estimate_table(found: dict[str, Any]) -> None:
     if device["name"] == "cpu":
         out.print(
             "These are tensors. On a CPU a run shows the peak of its whole process, with Python, its packages and "
-            "memory that was freed and is kept. The cores' speed was measured just now, beside all else that runs"
+            "memory that was freed and is kept. The cores' speed was measured just now, next to all else that runs"
         )
     for row in found["stages"]:
         if row["uncounted"]:
@@ -143,7 +143,7 @@ def estimate_table(found: dict[str, Any]) -> None:
 
 
 def measured_speed(one: dict[str, Any], unit: str) -> str:
-    """What a measured stage reached: of a GPU also its share of the products, and of the time in which it waits."""
+    """What a measured stage reached: of a GPU also its share of the peak FLOP/s, and of the time in which it waits."""
     said = [f"{one['tokens_per_s']:,.0f} {unit}/s"]
     said += [f"{one[key]:.0%} {what}" for key, what in SHARES.items() if one.get(key) is not None]
     return ", ".join([*said, *(["CUDA graphs"] if one.get("graphs") else [])])

@@ -81,7 +81,7 @@ def evaluate(
         typer.Option(
             min=0,
             max=MOST,
-            help="Texts that each model generates, to measure recall, whether Python parses, and repetition; of "
+            help="Texts that each model generates, to measure recall and repetition; of "
             "conversations also whether answers end.",
         ),
     ] = 0,
@@ -259,7 +259,7 @@ def _plan_of(student: str) -> Plan | None:
 
 
 def _note_converted(teacher: str, tell: Callable[[str], None]) -> None:
-    """Tell so where the teacher is a converted model itself: figures beside it are not those beside its softmax."""
+    """Tell so where the teacher is a converted model itself: its figures are not those of its softmax."""
     from ..checkpoint.manifest import is_linearized, plan_in
     from ..checkpoint.source import open_source
     from ..page.report import mechanisms
@@ -267,7 +267,9 @@ def _note_converted(teacher: str, tell: Callable[[str], None]) -> None:
     folder = open_source(teacher, None).folder
     if is_linearized(folder):
         made = mechanisms(plan_in(folder)).lower()
-        tell(f"note: --teacher {teacher} is itself converted ({made}); figures are beside that, not beside softmax")
+        tell(
+            f"note: --teacher {teacher} is itself converted ({made}); the figures are against that, not against softmax"
+        )
 
 
 def _write(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
@@ -294,7 +296,7 @@ def _refuse(given: dict[str, Any], names: tuple[str, ...], why: str) -> None:
 def _evaluate_latents(
     student: str, overrides: list[str], recipe: str, trust: bool, output: Path | None, as_json: bool
 ) -> None:
-    """A converted pipeline of diffusers, beside its own teacher: predictions by noise level, and samples as a PNG."""
+    """A converted pipeline of diffusers, and its own teacher: predictions by noise level, and samples as a PNG."""
     from ..checkpoint.atomic import check_result, write_result
     from ..diffusion import finetune as story
     from ..diffusion.recipe import load_latents_recipe
@@ -304,7 +306,7 @@ def _evaluate_latents(
     drawn = output.with_suffix(".png") if output is not None else None
     if output is not None and drawn == output:
         other = output.with_suffix(".json")
-        raise LinearizeError(f"-o {output}: the result is JSON, and its picture is a PNG beside it. Try -o {other}")
+        raise LinearizeError(f"-o {output}: the result is JSON, and its picture is a PNG next to it. Try -o {other}")
     if drawn is not None:
         check_result(drawn, PNG, "eval")
     if not recipe:

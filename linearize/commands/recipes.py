@@ -110,7 +110,7 @@ def schema() -> None:
     """Print the JSON schema of recipes.
 
     For editors that have a YAML language server: save it as recipe.schema.json, and put the comment
-    `# yaml-language-server: $schema=recipe.schema.json` into a recipe beside it. `recipes cp` does both.
+    `# yaml-language-server: $schema=recipe.schema.json` into a recipe next to it. `recipes cp` does both.
     """
     from ..recipe.schema import recipe_schema
 

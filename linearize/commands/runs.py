@@ -41,7 +41,7 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare runs and models: perplexity and KL beside the teacher's, needles and state. Name a teacher, too, for its
+    """Compare runs and models: perplexity and KL against the teacher, needles and state. Name a teacher, too, for its
     own needles and cache."""
     with starting(TORCH):
         from ..checkpoint.atomic import check_result, write_result

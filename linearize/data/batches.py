@@ -45,12 +45,11 @@ from .augment import Augment
 from .cache_key import digest, identity
 from .documents import TextSource, check_enough
 from .images import Images, find_images, image_files
-from .logits import WithLogits
 from .masked import MaskedBlocks
 from .packing import Blocks, MixedBlocks, build_blocks
 
 Batch = dict[str, Tensor]
-Samples = Blocks | MixedBlocks | MaskedBlocks | Images | WithLogits
+Samples = Blocks | MixedBlocks | MaskedBlocks | Images
 Kind = Literal["text", "masked", "images"]
 HASHED_IMAGES = 2**30  # bytes of a folder whose contents are compared when a run goes on
 FEW_IMAGES = 16  # of a step; docs/vision.md has what one a step did

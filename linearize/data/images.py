@@ -216,7 +216,7 @@ def name_numbers(found: Labelled, names: list[str], config: Any, count: int) -> 
     wordnet = all(re.fullmatch(r"n\d{8}", name) for name in names)
     if (unnamed or wordnet) and len(unknown) == len(names) == count and not digits:
         return {name: number for number, name in enumerate(names)}
-    file = f". Of these WordNet numbers there are {len(names)}; set `classes: FILE` beside `images`" if wordnet else ""
+    file = f". Of these WordNet numbers there are {len(names)}; set `classes: FILE` next to `images`" if wordnet else ""
     raise IncompatibleError(
         f"{found.where} has the class {unknown[0]!r}, the model has {count}: {', '.join(sorted(own)[:8])}..."
         f"{did_you_mean(unknown[0], own)}{file}"

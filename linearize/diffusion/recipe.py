@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from ..recipe.models import Batch, Checkpoint, Convert, Optimizer, Schedule
+from ..recipe.models import Batch, Checkpoint, Convert, Optimizer, RunRecipe, Schedule
 from ..recipe.presets import recipe_path, recipes_folder
 from ..recipe.recipe import Recipe, load_recipe, validated
 from ..recipe.types import Count, Listed, Ratio, Strict, Text
@@ -97,17 +97,9 @@ class DiffusionFinish(Strict):
     """user/repo on the Hub that receives the finished model."""
 
 
-class DiffusionRecipe(Strict):
+class DiffusionRecipe(RunRecipe):
     """What `linearize finetune` does with a pipeline of diffusers: base, surgery, latents and stages."""
 
-    version: Literal[1]
-    """Version of the format of recipes."""
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Names the run; every ${name} in the recipe becomes this."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of new parameters, the order of the data, and noise."""
-    output_dir: Text = Field(default_factory=lambda data: f"runs/{data['name']}")
-    """runs/${name} unless given."""
     model: DiffusionModel
     """What is distilled."""
     convert: Convert | None = None
@@ -127,17 +119,6 @@ class DiffusionRecipe(Strict):
     """How student and teacher are compared at the end."""
     finish: DiffusionFinish = DiffusionFinish()
     """What happens to the finished model."""
-
-    _folder: Path = PrivateAttr(default=Path())
-
-    @property
-    def folder(self) -> Path:
-        """Where relative paths of data start."""
-        return self._folder
-
-    def resolved(self) -> dict[str, Any]:
-        """Every value, defaults included, as JSON has it."""
-        return self.model_dump(mode="json")
 
 
 def holds_latents(recipe: str | Path, overrides: Sequence[str] = ()) -> bool:

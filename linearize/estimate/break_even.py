@@ -71,7 +71,7 @@ def speeds(plan: Plan) -> list[str]:
     """How fast a bidirectional plan's mechanism was beside SDPA, a line for each device; none for other plans."""
     mechanism = measured_mechanism(plan)
     return [
-        f"{mechanism} beside softmax on {where}: "
+        f"{mechanism} compared with softmax on {where}: "
         + ", ".join(f"{ratio:g}x as fast with {tokens:,} tokens" for tokens, ratio in found[mechanism])
         for where, found in PAYS.items()
         if mechanism is not None

@@ -153,7 +153,7 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
     model = rehearsal.model
     targets = lora_targets(model)
     of_disk = disk(rehearsal, found, max_steps)
-    chunks = not obstacle(model) and not sharded("DEEPSPEED")
+    chunks = not obstacle(model)
     beside = around(rehearsal, found, device)
     return Cost(device, processes(), found, of_disk, beside, model.supports_gradient_checkpointing, targets, chunks)
 
@@ -174,11 +174,9 @@ def lora_targets(model: Any) -> tuple[str, ...]:
     return tuple(inside)
 
 
-def sharded(*by: str) -> bool:
-    """Whether the launcher says that weights are divided among processes, `by` FSDP or DEEPSPEED, or by either."""
-    return any(
-        os.environ.get(f"ACCELERATE_USE_{how}", "false").lower() == "true" for how in by or ("FSDP", "DEEPSPEED")
-    )
+def sharded() -> bool:
+    """Whether the launcher says that weights are divided among processes."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def disk(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int | None = None) -> dict[str, int]:
@@ -213,14 +211,13 @@ def packed_tokens(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int |
     read of it, although a run packs all of one that is not streamed.
     """
     recipe, found = rehearsal.recipe, dict[Any, int]()
-    cap = None if rehearsal.stored_logits else max_steps
     for cost in costs:
         data, sft = recipe.data_for(cost.stage), cost.stage.answers_alone and kind_of(rehearsal.model) == "text"
         for split in ("train", "eval"):
             source = getattr(data, split)
             if source is None or holds_images(source):
                 continue
-            for part, limit in limits(source, token_limit(recipe, cost.stage, split, processes(), cap)):
+            for part, limit in limits(source, token_limit(recipe, cost.stage, split, processes(), max_steps)):
                 held = tokens_in(part, rehearsal)
                 if held is None:
                     held = limit if limit is not None else cost.tokens or 0

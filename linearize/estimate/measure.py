@@ -41,7 +41,7 @@ def measure_stages(rehearsal: Rehearsal, chosen: list[Stage], softmax: bool = Fa
             give_teacher(rehearsal.named, student, str(device))
         advance(1)
         for stage in recipe.stages:
-            step = Step(recipe, stage, student, rehearsal.precision, rehearsal.stored_logits)
+            step = Step(recipe, stage, student, rehearsal.precision)
             step.prepare()
             if stage in chosen:
                 step.compile()

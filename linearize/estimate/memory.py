@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from linearize_kernels.hf.attention_hooks import mixers_of
 
 from ..checkpoint.manifest import plan_in
-from ..data.logits import StoredLogits
 from ..errors import LinearizeError, reason_of
 from ..recipe.recipe import Recipe
 from ..terminal.progress import Advance, silent
@@ -86,7 +85,7 @@ def moments(parameter: Tensor, small: bool) -> list[Tensor]:
 
 
 def divided(memory: Memory, processes: int, sharded: bool) -> Memory:
-    """The memory of one of several processes: FSDP2 and ZeRO-3 divide the source's part of what stays, DDP nothing.
+    """The memory of one of several processes: FSDP2 divides the source's part of what stays, DDP nothing.
     What is gathered is among the activations then, and else nothing is: it is computed here, and was not counted.
     """
     parts, gathered = dict(memory.parts), 0
@@ -183,11 +182,6 @@ class Rehearsal:
         """What `advance` gets in all, when each stage is asked for once."""
         return cls.MADE + cls.STAGE * len(recipe.stages)
 
-    @property
-    def stored_logits(self) -> StoredLogits | None:
-        """The predictions on disk that the recipe names instead of a teacher to load."""
-        return self.named.stored if self.named else None
-
     def changed(self, recipe: Recipe, advance: Advance) -> Rehearsal:
         """The rehearsal of another recipe for the same base."""
         return Rehearsal(recipe, self.planned, self.folder, self.precision, self.gpu, self.named, advance, self._known)
@@ -201,7 +195,7 @@ class Rehearsal:
     def stage(self, number: int) -> Memory:
         """The peak of stage `number`; the stages before it must have been asked for."""
         recipe, stage, self._left = self.recipe, self.recipe.stages[number], self.STAGE
-        step = Step(recipe, stage, self.student, self.precision, self.stored_logits)
+        step = Step(recipe, stage, self.student, self.precision)
         if stage.lora is not None and self.student.lora is None:
             self._adapt(stage.lora)
         with self.mode:

@@ -13,7 +13,6 @@ from torch import Tensor
 from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import Batch, has_head, kind_of
-from ..data.logits import StoredLogits, empty_rows
 from ..measure.evaluate import sums_of
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
 from ..train.compiled import CompiledLayers, compiles
@@ -28,14 +27,12 @@ from ..verify.child.inputs import make_inputs
 class Step:
     """Micro batches of one stage for a model whose weights mean nothing.
 
-    `precision` is accelerate's name of it, `stored` the predictions that come with the data where there are any.
+    `precision` is accelerate's name of it.
     `prepare` comes before everything else. `host` is where activations wait that the recipe offloads.
     """
 
-    def __init__(
-        self, recipe: Recipe, stage: Stage, student: Student, precision: str, stored: StoredLogits | None = None
-    ) -> None:
-        self.recipe, self.stage, self.student, self.stored = recipe, stage, student, stored
+    def __init__(self, recipe: Recipe, stage: Stage, student: Student, precision: str) -> None:
+        self.recipe, self.stage, self.student = recipe, stage, student
         self.precision = precision
         self.transfers = isinstance(stage, AttentionTransfer)
         self.host: Host | None = None
@@ -75,15 +72,13 @@ class Step:
             place = (torch.arange(length) % -(-length // documents)).expand(rows, -1)
             inputs |= {"position_ids": place} if kind == "text" else {"attention_mask": torch.ones_like(place)}
         made = {"labels": torch.zeros(rows, length, dtype=torch.long), "valid": torch.ones(rows, length).bool()}
-        if self.stored is not None:
-            made |= empty_rows(self.stored.k, self.stored.vocabulary, rows, length)
         return {name: value.to(device) for name, value in (inputs | made).items()}
 
     def autocast(self, device: torch.device) -> Callable[[], Any]:
         if not self.wide:
             return contextlib.nullcontext
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
-        kept = caches_casts(self.recipe, zero=False)
+        kept = caches_casts(self.recipe)
         return lambda: torch.autocast(device.type, dtype, cache_enabled=kept)
 
     def micro_batch(

@@ -27,7 +27,7 @@ from ..recipe.data import DatasetSource, TeacherSource, holds_images, parts_of
 from ..recipe.recipe import Recipe
 from ..terminal.output import size
 from ..terminal.progress import progress
-from ..train.runs import Position, Run, processes, read_position
+from ..train.runs import Position, Run, read_position
 from ..train.runtime import prompts_of, to_source
 from ..train.session import check_graphs, check_model
 from ..train.teacher import check_teacher
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def check_fit(job: Job, model: Any) -> None:
     """Refuse stages, a teacher or data that do not fit the job's `model`, which has no weights."""
     check_model(model, job.recipe)
-    check_teacher(job.teacher, job.recipe, model, job.max_steps, processes())
+    check_teacher(job.teacher, job.recipe, model)
 
 
 def check_before_start(job: Job) -> None:
@@ -73,7 +73,7 @@ def check_folders_separate(recipe: Recipe, read: dict[str, str]) -> None:
     """Raise LinearizeError (exit 2) for a run in the folder of its base or teacher, or around it: it replaces files.
     `read` has the base by its key, where it has a name."""
     if recipe.teacher is not None:
-        read = read | {"teacher.model": recipe.teacher.model or "", "teacher.logits": recipe.teacher.logits or ""}
+        read = read | {"teacher.model": recipe.teacher.model}
     for key, name in read.items():
         folder = Path(os.path.expanduser(named_base(name)))
         if name and folder.is_dir() and not separate(folder, Path(recipe.output_dir)):

@@ -133,7 +133,7 @@ class Job:
     def is_small(self) -> bool:
         """Whether its parameters, and its teacher's, are few beside the memory, so that it need not be rehearsed."""
         models = [self.model]
-        if self.teacher is not None and self.teacher.stored is None:
+        if self.teacher is not None:
             models.append(meta_teacher(self.teacher))
         count = sum(p.numel() for model in models for p in model.parameters())
         return count * BYTES_AT_MOST < SMALL * self.device.memory

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from .evaluate import check_finite, sample_count
 from .free_generation import beginnings, free_generation, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
-from .recall import Row, Writer, rows_of, score
+from .recall import Writer, rows_of, score
 
 TASKS = ("recall", "needle")
 USUAL = "demo"  # the preset whose text is read where no recipe is given
@@ -103,11 +103,8 @@ def text_recipe(recipe: str | Path, teacher: str | Path, overrides: Sequence[str
 
 
 @device_memory()
-def compare(
-    student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalRequest, earlier: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """All measures, on the evaluation text of a recipe; what `--json` prints. `earlier` is what this gave for another
-    student of this teacher, with the same recipe and request: what the teacher wrote and recalled is not made again.
+def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalRequest) -> dict[str, Any]:
+    """All measures, on the evaluation text of a recipe; what `--json` prints.
 
     Raises LinearizeError: 2 for text or lengths that do not suffice, 3 for models that do not belong together.
     """
@@ -117,35 +114,25 @@ def compare(
     check_lengths(student, teacher, recipe, request)
     with tempfile.TemporaryDirectory() as cache:
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
-        result = measure(
-            student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request, not earlier
-        )
+        result = measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)
     check_finite("the teacher", result["teacher_ppl"])
     source = to_source(recipe.data.eval, recipe.data.pack.text_key, recipe.folder)
     result |= {"text": str(source), "seq_len": recipe.data.pack.seq_len}
     result |= {"positions": far(student, teacher, source, recipe, request)}
-    generated = compare_generations(student, teacher, source, request, not earlier) if request.generate else None
-    if earlier:
-        alone = [pair for task in TASKS for pair in zip(result[task], earlier[task], strict=True)]
-        for ours, before in [*alone, (generated, earlier["generated"])] if generated else alone:
-            ours["teacher"] = before["teacher"]
-    return {**result, "generated": generated}
+    return {**result, "generated": compare_generations(student, teacher, source, request) if request.generate else None}
 
 
-def compare_generations(
-    student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest, both: bool = True
-) -> dict[str, Any]:
-    """What the student, and with `both` the teacher, writes after the beginnings of documents, and in lists of pairs at
-    the first of the lengths; and of a text of conversations how both answer."""
+def compare_generations(student: Loaded, teacher: Loaded, source: TextSource, request: EvalRequest) -> dict[str, Any]:
+    """What student and teacher generate after the beginnings of documents, and in lists of pairs at the first of the
+    lengths; and of a text of conversations how both answer."""
     tokenizer, length = student.tokenizer, request.lengths[0]
     prompts = beginnings(source, tokenizer, request.generate)
     rows = rows_of("recall", Writer(tokenizer, request.seed), length, request.generate, [])
     found: dict[str, Any] = {"texts": len(prompts), "rows": len(rows), "length": length}
-    writers = {"student": student, "teacher": teacher} if both else {"student": student}
-    with progress("texts of their own", len(writers) * steps_of(prompts, rows)) as advance:
-        for who, loaded in writers.items():
+    with progress("texts of their own", 2 * steps_of(prompts, rows)) as advance:
+        for who, loaded in (("student", student), ("teacher", teacher)):
             with evaluating(loaded.model):
-                found[who] = free_generation(loaded.model, tokenizer, prompts, rows, advance)
+                found[who] = free_generation(loaded.model, prompts, rows, advance)
         most = [most_tokens(loaded.model) or math.inf for loaded in (student, teacher)]
         asked = questions(source, tokenizer, request.generate, min(most))
         with evaluating(student.model), evaluating(teacher.model):
@@ -190,52 +177,29 @@ def read_blocks(recipe: Recipe, tokenizer: Any, cache: Path) -> Blocks:
     return build_blocks(source, tokenizer, data.pack.seq_len, cache, sft=False, max_tokens=recipe.eval.max_tokens)
 
 
-def recall_rows(
-    tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
-) -> dict[tuple[str, int], list[Row]]:
-    """The rows of each task at each length. Raises LinearizeError (exit 2) for text or lengths that do not suffice."""
-    text = [token for i in range(sample_count(blocks, max_tokens)) for token in blocks[i]["input_ids"].tolist()]
-    # Needles first: a text that is too short for them is refused before anything is written or measured.
-    return {
-        (task, length): rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
-        for task in reversed(TASKS)
-        for length in request.lengths
-    }
-
-
-def check_measures(teacher: Loaded, recipe: Recipe, request: EvalRequest) -> None:
-    """Before students of that teacher are trained: raise LinearizeError (exit 2) for text or lengths that `compare`
-    would refuse."""
-    check_lengths(teacher, teacher, recipe, request)
-    with tempfile.TemporaryDirectory() as cache:
-        blocks = read_blocks(recipe, teacher.tokenizer, Path(cache))
-        recall_rows(teacher.tokenizer, blocks, recipe.eval.max_tokens, request)
-
-
 def measure(
-    student: Any,
-    teacher: Any,
-    tokenizer: Any,
-    blocks: Blocks,
-    max_tokens: int,
-    request: EvalRequest,
-    both: bool = True,
+    student: Any, teacher: Any, tokenizer: Any, blocks: Blocks, max_tokens: int, request: EvalRequest
 ) -> dict[str, Any]:
-    """`compare` for models at hand, which are on one device; what the teacher does alone with `both`."""
+    """`compare` for models at hand, which are on one device."""
     number = sample_count(blocks, max_tokens)
     pair = {"student": student, "teacher": teacher}
-    models = pair if both else {"student": student}
     asked = len(TASKS) * request.trials * sum(request.lengths)
-    total = 2 * number * blocks.seq_len + len(models) * asked
+    total = 2 * (number * blocks.seq_len + asked)
     with evaluating(student), evaluating(teacher), progress("eval", total) as advance:
-        made = recall_rows(tokenizer, blocks, max_tokens, request)
+        text = [token for i in range(number) for token in blocks[i]["input_ids"].tolist()]
+        # Needles first: a text that is too short for them is refused before anything is measured.
+        made = {
+            (task, length): rows_of(task, Writer(tokenizer, request.seed), length, request.trials, text)
+            for task in reversed(TASKS)
+            for length in request.lengths
+        }
         result: dict[str, Any] = predictions(student, teacher, blocks, max_tokens, request.batch_tokens, advance)
         for task in TASKS:
             result[task] = []
             for length in request.lengths:
                 rows = made[task, length]
                 size = max(1, request.batch_tokens // length)
-                scores = {who: score(model, rows, size, advance) for who, model in models.items()}
+                scores = {who: score(model, rows, size, advance) for who, model in pair.items()}
                 result[task].append({"length": length, "entries": rows[0].entries, **scores})
         result["dtypes"] = {who: str(model.dtype).removeprefix("torch.") for who, model in pair.items()}
         # What a model keeps in float32 in every dtype cannot be told from the rest of a float32 model, so the narrower

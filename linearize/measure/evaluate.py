@@ -14,7 +14,6 @@ from torch import Tensor
 from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import Batch, Samples, blank, collate, has_head, is_dense, is_numbers, real_tokens, targets
-from ..data.logits import INDICES, TARGET
 from ..errors import Exit, LinearizeError
 from ..train.chunked_head import logits_of, predictions_of, stretches
 from ..train.losses import IGNORED, cross_entropy, row_error
@@ -164,18 +163,6 @@ def agreed(ours: Tensor, theirs: Tensor, valid: Tensor) -> Tensor:
     """The share of an image's N parts where two distributions [B,N,K] have the same likeliest class, summed over the
     images that are valid [B,1]."""
     return ((ours.argmax(-1) == theirs.argmax(-1)).double().mean(1) * valid[:, 0]).sum()
-
-
-def stored_score(data: Iterator[Batch], accelerator: Accelerator) -> Score | None:
-    """That of a teacher whose predictions came with the data."""
-    sums = torch.zeros(SUMS, dtype=torch.float64, device=accelerator.device)
-    for batch in data:
-        wanted = targets(batch)
-        asked = wanted != IGNORED
-        hits = (batch[INDICES][..., 0] == wanted)[asked].sum()
-        loss = -batch[TARGET][asked].double().sum()
-        sums[:4] += torch.stack([loss, hits.double(), loss.new_zeros(()), asked.sum().double()])
-    return _score_of(sums, accelerator, False)
 
 
 def _score_of(sums: Tensor, accelerator: Accelerator, compared: bool) -> Score | None:

@@ -1,4 +1,4 @@
-"""What a model writes by itself: recall without help, Python that parses, repetition.
+"""What a model writes by itself: recall without help, repetition.
 
 Likelihoods are read with the true text in front of each token. A student that is close by them may still be far behind
 where it goes on from its own tokens (arXiv 2603.26556).
@@ -6,16 +6,15 @@ where it goes on from its own tokens (arXiv 2603.26556).
 
 from __future__ import annotations
 
-import codeop
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.documents import TextSource, pieces
 from ..terminal.progress import Advance, silent
-from .continuation import continued
+from ..verify.child.inputs import cache_of, with_cache
 from .recall import Row
 
 # Tokens of a document's beginning that a model goes on from, and tokens that it writes.
@@ -40,27 +39,21 @@ def steps_of(prompts: Sequence[list[int]], rows: Sequence[Row]) -> int:
 
 
 def free_generation(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], rows: Sequence[Row], advance: Advance = silent
+    model: Any, prompts: Sequence[list[int]], rows: Sequence[Row], advance: Advance = silent
 ) -> dict[str, float | None]:
     """Shares, each None where nothing asked for it. `advance` gets the number of `steps_of` done since its last call.
 
     `recall`    values of `rows` that are written as they stand in the list, each behind the model's own earlier answers
-    `python`    texts that are the beginning of a Python file still, of those whose prompt is one
     `repeated`  runs of GRAM tokens that the model wrote before, of all that it wrote after `prompts`
     """
     ids = torch.tensor(prompts, device=model.device)
     own = continued(model, ids, WRITTEN).tolist() if prompts else []
     advance(steps_of(prompts, ()))
-    python = [
-        begins_python(tokenizer.decode([*prompt, *text], skip_special_tokens=True))
-        for prompt, text in zip(prompts, own, strict=True)
-        if begins_python(tokenizer.decode(prompt, skip_special_tokens=True))
-    ]
     answers: list[bool] = []
     for row in rows:
         answers += answered(model, row)
         advance(steps_of((), [row]))
-    return {"recall": mean(answers), "python": mean(python), "repeated": mean([repetition(text) for text in own])}
+    return {"recall": mean(answers), "repeated": mean([repetition(text) for text in own])}
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -84,15 +77,13 @@ def repetition(tokens: Sequence[int]) -> float:
     return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def begins_python(text: str) -> bool:
-    """Whether the whole lines of a text, of which there is one at least, are how a Python file may begin."""
-    lines, end, _ = text.rpartition("\n")
-    if not lines.strip():
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            codeop.compile_command(lines + end, symbol="exec")
-    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
-        return False
-    return True
+@torch.no_grad()
+def continued(model: Any, ids: Tensor, count: int) -> Tensor:
+    """The `count` likeliest next tokens of each row of ids [B,T], [B,count], which go on past an end of text."""
+    found: list[Tensor] = []
+    cache, given = None, ids
+    while len(found) < count:
+        out = model(input_ids=given, use_cache=True, **with_cache(model, cache))
+        cache, given = cache_of(out), out.logits[:, -1].argmax(-1, keepdim=True)
+        found.append(given)
+    return torch.cat(found, 1) if found else ids[:, :0]

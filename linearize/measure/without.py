@@ -20,7 +20,7 @@ def switch_off(model: Any, part: str, name: str) -> None:
     parts = (part for mixer in mixers_of(model).values() for part in mixer.modules())
     blended: list[Any] = [window for window in parts if hasattr(window, "far_logit")]
     if not blended:
-        message = f"--without {part}: no layer of {name} has a linear memory beside an exact window, so one of them"
+        message = f"--without {part}: no layer of {name} has a linear memory and an exact window, so one of them"
         raise IncompatibleError(f"{message} is all it has. Leave it out")
     with torch.no_grad():
         for window in blended:

@@ -39,8 +39,8 @@ from .record import (
 )
 from .report import CONTEXTS, bytes_axis, measuring, mechanisms
 
-# Students by name, each the runs that made it, one after the other.
-Lanes = Mapping[str, Sequence[RunRecord]]
+# Runs and models by the names of `labels`.
+Named = Mapping[str, RunRecord]
 MEMORY_AT = 32768  # tokens of a table's column
 
 
@@ -110,7 +110,7 @@ def _seen(place: Path, beside: Sequence[RunRecord]) -> RunRecord:
     others = ", ".join(one.name for one in beside)
     raise LinearizeError(
         f"{place} is a model, and {f'none of {others} was' if others else 'nothing else is named that was'} measured "
-        f"beside it. Name a run that it taught, or measure a student: linearize eval STUDENT --teacher "
+        f"against it. Name a run that it taught, or measure a student: linearize eval STUDENT --teacher "
         f"{quoted(place)} -o {EVAL}, then linearize compare {EVAL} {quoted(place)}"
     )
 
@@ -369,7 +369,7 @@ def compare_page(runs: Sequence[RunRecord]) -> str:
         "".join(html.paragraph(f"Note: {note}.") for note in some(runs, portable)) for some in (notes, notes_below)
     )
     sections = [Section("table", "Runs and models", above + html.table(columns(runs), table_rows(runs)) + below)]
-    sections += drawn_sections({name: [run] for name, run in zip(names, runs, strict=True)})
+    sections += drawn_sections(dict(zip(names, runs, strict=True)))
     students = _students(runs)
     rated = [run for run in students if run.ratio() is not None]
     best = min(rated, key=lambda run: run.ratio() or 0, default=None)
@@ -389,23 +389,19 @@ def _colours(count: int) -> list[tuple[str, bool]]:
     return [(SERIES[place % len(SERIES)], place >= len(SERIES)) for place in range(count)]
 
 
-def curves(lanes: Lanes, key: str) -> Drawing | None:
+def curves(named: Named, key: str) -> Drawing | None:
     """Held-out perplexity over the teacher's (`eval_ppl`; itself where a run has no teacher), accuracy of images
     (`eval_accuracy`) or KL (`eval_kl`), over the tokens or images of each student; None where none was measured."""
-    every = [run for runs in lanes.values() for run in runs]
+    every = named.values()
     ratio = key == "eval_ppl" and all(run.teacher_ppl for run in every if run.curve(key))
     images = bool(every) and all(run.unit == "images" for run in every)
     series = []
-    for (name, runs), (colour, dashed) in zip(lanes.items(), _colours(len(lanes)), strict=True):
-        points, before = list[tuple[float, float]](), 0
-        for run in runs:
-            over = run.teacher_ppl if ratio else 0.01 if key == "eval_accuracy" else 1.0
-            if over and (key != "eval_accuracy" or run.unit == "images"):
-                stages = filter(run.same_blocks, run.begins())
-                points += [(before + x, y / over) for stage in stages for x, y in run.curve(key, stage)]
-            before += run.tokens
-        if points:
-            series.append(Series(name, points, colour, dashed, dots=True))
+    for (name, run), (colour, dashed) in zip(named.items(), _colours(len(named)), strict=True):
+        over = run.teacher_ppl if ratio else 0.01 if key == "eval_accuracy" else 1.0
+        if over and (key != "eval_accuracy" or run.unit == "images"):
+            stages = filter(run.same_blocks, run.begins())
+            if points := [(x, y / over) for stage in stages for x, y in run.curve(key, stage)]:
+                series.append(Series(name, points, colour, dashed, dots=True))
     values = [y for one in series for _, y in one.points]
     if not values:
         return None
@@ -420,11 +416,10 @@ def curves(lanes: Lanes, key: str) -> Drawing | None:
     return lines(title[key], series, x, Axis("x teacher" if ratio else label[key], wide), height=300)
 
 
-def memory(lanes: Lanes) -> Drawing | None:
+def memory(named: Named) -> Drawing | None:
     """Bytes of state and cache of each student over the length of its text; None where none has any."""
     series = []
-    for (name, runs), (colour, dashed) in zip(lanes.items(), _colours(len(lanes)), strict=True):
-        run = runs[-1]
+    for (name, run), (colour, dashed) in zip(named.items(), _colours(len(named)), strict=True):
         if run.plan is not None and run.plan.cache_bytes(1)["source"]:
             points = [(float(n), float(run.bytes_at(n) or 0)) for n in CONTEXTS]
             series.append(Series(name, points, colour, dashed))
@@ -434,14 +429,14 @@ def memory(lanes: Lanes) -> Drawing | None:
     return lines("State and cache while decoding", series, x, bytes_axis(series), height=300)
 
 
-def drawn_sections(lanes: Lanes) -> list[Section]:
+def drawn_sections(named: Named) -> list[Section]:
     """Perplexity, KL and memory of students, a section each, and accuracy before them where some learned images."""
     found = []
-    accuracy, held = curves(lanes, "eval_accuracy"), memory(lanes)
+    accuracy, held = curves(named, "eval_accuracy"), memory(named)
     for name, title, drawn in (
         *([] if accuracy is None else [("accuracy", "Accuracy", accuracy)]),
-        ("perplexity", "Perplexity", curves(lanes, "eval_ppl")),
-        ("kl", "KL from the teacher", curves(lanes, "eval_kl")),
+        ("perplexity", "Perplexity", curves(named, "eval_ppl")),
+        ("kl", "KL from the teacher", curves(named, "eval_kl")),
         *([] if accuracy is not None and held is None else [("memory", "Memory of a sequence", held)]),
     ):
         body = html.paragraph("Not measured by these runs.") if drawn is None else f"<figure>{drawn.svg()}</figure>"

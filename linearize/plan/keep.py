@@ -26,7 +26,7 @@ UNSCORED = "none"  # the method of a plan that was made without weights
 NAMED = "named"  # of one whose layers the user named, where only what their window costs was measured
 # What a layer's score says, by method.
 MEANING = {
-    "restore": "share of the loss that softmax in it gives back, beside what was chosen before it; those chosen add up",
+    "restore": "share of the loss that softmax in it gives back, with what was chosen before it; those chosen add up",
     "swaps": "share of the loss that making it alone linear brings",
     "gates": "how far its gate stayed open, 0 to 1",  # of plans that earlier versions made
 }

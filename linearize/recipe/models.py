@@ -78,25 +78,16 @@ class Model(Strict):
 
 
 class Teacher(Strict):
-    """A model other than the source, with its tokenizer, whose predictions `logit_kl` and `on_policy_kl` learn."""
+    """A model other than the source, with its tokenizer, whose predictions `logit_kl` learns."""
 
-    model: Text | None = None
-    """A folder, a GGUF file, a Hub repository or `demo`; null: `logits` alone."""
+    model: Text
+    """A folder, a GGUF file, a Hub repository or `demo`."""
     revision: Text | None = None
     """Branch, tag or commit of a Hub repository; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of its weights; null keeps the stored one."""
     trust_remote_code: bool = False
     """Allow Python code that the teacher's repository holds to run."""
-    logits: Text | None = Field(default=None, validate_default=True)
-    """A folder that `linearize logits` wrote: its predictions are read, and no teacher is loaded."""
-
-    @field_validator("logits")
-    @classmethod
-    def _not_nothing(cls, logits: str | None, info: ValidationInfo) -> str | None:
-        if logits is None and info.data.get("model", "") is None:
-            raise ParentError("names no teacher: give model, logits, or both")
-        return logits
 
 
 class Convert(Strict):
@@ -374,28 +365,6 @@ class LogitKL(Stage):
     """Learn the tokens of answers alone: the assistant's of `messages`, or those of `completion`; all of plain text."""
 
 
-class OnPolicyLoss(Strict):
-    prompt: Count
-    """Tokens at the beginning of each row that the student goes on from; the rest of the row is what it writes."""
-    sampling: Temperature = 1.0
-    """Temperature at which it writes."""
-    temperature: Temperature = 1.0
-    """Divides the logits of both before the divergence, as in logit_kl."""
-
-
-class OnPolicyKL(Stage):
-    """Kullback-Leibler divergence from the teacher on what the student itself writes after prompts from the text."""
-
-    kind: Literal["on_policy_kl"]
-    """The model learns its teacher's predictions on what it writes itself."""
-    loss: OnPolicyLoss
-    """What it writes, and how it is compared."""
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return {"kl": 1.0}
-
-
 class FeatureLoss(FeatureWeights, use_attribute_docstrings=True):
     pooling: Literal["mean", "first"] = Field(default="mean", validate_default=True)
     """How one vector is made of a row's last hidden states, for `embedding` and `similarity`: their mean, or the first
@@ -409,7 +378,7 @@ class FeatureLoss(FeatureWeights, use_attribute_docstrings=True):
 
 
 class FeatureCosine(Stage):
-    """Last hidden states beside the teacher's, for models without a head: one minus their cosine, and for sentence
+    """Last hidden states against the teacher's, for models without a head: one minus their cosine, and for sentence
     encoders one minus that of each row's vector, and how similar two rows are."""
 
     kind: Literal["feature_cosine"]
@@ -434,7 +403,7 @@ class SFT(Stage):
         return {"ce": 1.0}
 
 
-AnyStage = Annotated[AttentionTransfer | LogitKL | OnPolicyKL | FeatureCosine | SFT, Field(discriminator="kind")]
+AnyStage = Annotated[AttentionTransfer | LogitKL | FeatureCosine | SFT, Field(discriminator="kind")]
 
 
 class Runtime(Strict):
@@ -482,7 +451,7 @@ class Eval(Strict):
 
 class Track(Strict):
     to: Literal["none", "tensorboard", "wandb", "trackio", "mlflow"] = "none"
-    """Where metrics go beside metrics.jsonl; its package must be installed."""
+    """Where metrics go in addition to metrics.jsonl; its package must be installed."""
 
 
 class Finish(Strict):
@@ -498,17 +467,38 @@ class Finish(Strict):
     """user/repo on the Hub that receives the finished model."""
 
 
-class Recipe(Strict):
-    """What `linearize finetune` does: base, surgery, data and the stages of distillation."""
+class RunRecipe(Strict):
+    """What recipes of transformers' models and of pipelines share."""
 
     version: Literal[1]
     """Version of the format of recipes."""
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names the run; every ${name} in the recipe becomes this."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of new parameters, the order of the data, and dropout."""
+    """Seed of new parameters, the order of the data, and dropout or noise."""
     output_dir: Text = Field(default_factory=lambda data: f"runs/{data['name']}")
     """runs/${name} unless given."""
+
+    _folder: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present_keys(cls, data: Any) -> Any:
+        return present_keys(data)
+
+    @property
+    def folder(self) -> Path:
+        """Where relative data files start."""
+        return self._folder
+
+    def resolved(self) -> dict[str, Any]:
+        """Every value, defaults included, as JSON has it; `model_validate` reads it back."""
+        return self.model_dump(mode="json")
+
+
+class Recipe(RunRecipe):
+    """What `linearize finetune` does: base, surgery, data and the stages of distillation."""
+
     model: Model
     """What is distilled, and from what."""
     convert: Convert | None = None
@@ -535,13 +525,6 @@ class Recipe(Strict):
     """Where metrics are shown."""
     finish: Finish = Finish()
     """What happens to the finished model."""
-
-    _folder: Path = PrivateAttr(default=Path())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _present_keys(cls, data: Any) -> Any:
-        return present_keys(data)
 
     @field_validator("eval")
     @classmethod
@@ -571,11 +554,6 @@ class Recipe(Strict):
         """Whether the finished model's LoRA lies apart from it."""
         return not self.finish.merge_lora and any(stage.lora for stage in self.stages)
 
-    @property
-    def folder(self) -> Path:
-        """Where relative data files start."""
-        return self._folder
-
     def sources_of(self, stage: Stage) -> dict[str, Any]:
         """What a stage reads, by the keys of the recipe that name it: its own, or those of all stages."""
         data, found = self.data_for(stage), dict[str, Any]()
@@ -598,10 +576,6 @@ class Recipe(Strict):
         if holds_images(train):
             changes = {key: getattr(shared, key) for key in OF_IMAGES}
         return Data(train=train, eval=own.eval or shared.eval, pack=pack, **changes)
-
-    def resolved(self) -> dict[str, Any]:
-        """Every value, defaults included, as JSON has it; `Recipe.model_validate` reads it back."""
-        return self.model_dump(mode="json")
 
     def changed(self, resolved: dict[str, Any]) -> Recipe:
         """The recipe of these values, with its files where this one's are."""

@@ -30,11 +30,11 @@ from .models import (
     Convert,
     FeatureCosine,
     LogitKL,
-    OnPolicyKL,
     Recipe,
     Stage,
 )
 from .presets import presets, recipe_path, recipes_folder
+from .renamed import GONE
 from .types import ParentError, Strict
 from .yaml import Document, Keys, dotted, shown
 
@@ -43,7 +43,6 @@ __all__ = [
     "AttentionTransfer",
     "FeatureCosine",
     "LogitKL",
-    "OnPolicyKL",
     "Recipe",
     "Stage",
     "diff_resolved",
@@ -64,7 +63,6 @@ CHANGEABLE_IN_STAGE = ("optimizer", "schedule")
 _TAGGED: dict[str, type[Strict]] = {
     "attention_transfer": AttentionTransfer,
     "logit_kl": LogitKL,
-    "on_policy_kl": OnPolicyKL,
     "feature_cosine": FeatureCosine,
     "sft": SFT,
     **SOURCES,
@@ -190,16 +188,10 @@ def _teacher_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     if recipe.teacher is None:
         return
     if not any(stage.learns_logits for stage in recipe.stages):
-        yield ("teacher",), "no stage learns a teacher's logits: add logit_kl or on_policy_kl, or leave teacher out"
+        yield ("teacher",), "no stage learns a teacher's logits: add logit_kl, or leave teacher out"
     for i, stage in enumerate(recipe.stages):
         if isinstance(stage, FeatureCosine):
             yield ("stages", i), "compares hidden states with the source's own, so teacher has no use: leave it out"
-        if isinstance(stage, OnPolicyKL) and recipe.teacher.logits is not None:
-            yield (
-                ("stages", i),
-                "the teacher scores what the student writes, and teacher.logits has none of that. Name teacher.model "
-                "alone",
-            )
 
 
 def _own_text_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
@@ -209,9 +201,7 @@ def _own_text_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     for keys, source in places:
         if not any(isinstance(part, TeacherSource) for part, _ in parts_of(source)):
             continue
-        if recipe.teacher is not None and recipe.teacher.logits is not None:
-            yield (*keys, "train"), "has a teacher write, and teacher.logits has none of that. Name teacher.model alone"
-        elif recipe.teacher is None and recipe.plain:
+        if recipe.teacher is None and recipe.plain:
             yield (*keys, "train"), "has a teacher write, and a random model has none: name one, or give files"
 
 
@@ -311,6 +301,8 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
     """One of pydantic's errors in the words of recipes; `known` are the keys of the mapping around `keys`."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
+        if gone := GONE.get(keys[-2:]):
+            return gone
         near = did_you_mean(str(keys[-1]), known)
         if not near and len(keys) == 1 and str(keys[0]).isidentifier():
             near = f" An option of the mechanism is convert.options.{keys[0]}, as --set is of linearize convert."
@@ -328,6 +320,8 @@ def _mistake(error: Mapping[str, Any], keys: Keys, known: Collection[str]) -> st
         expected = context.get("expected") or context["expected_tags"]
         choices = [word.strip("'").lower() for word in re.findall(r"'[^']*'|True|False", expected)] or [expected]
         value = value if kind == "literal_error" else value[keys[-1]]
+        if gone := GONE.get((keys[-1], str(value))):  # a list has no hash
+            return gone
         near = did_you_mean(str(value), choices)
         return f"must be {' | '.join(choices)}, not {shown(value)}{near and '.' + near}"
     message = str(context.get("error") or error["msg"])

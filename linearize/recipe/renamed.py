@@ -1,4 +1,5 @@
-"""Keys of recipes that had another name once: files, overrides and records that have it are read as today's."""
+"""Keys of recipes that had another name once: files, overrides and records that have it are read as today's. Of keys
+that are gone, what takes their place."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ RENAMED = {
     ("loss", "tokens_at_once"): "chunk_size",
     ("optimizer", "clip"): "max_grad_norm",
 }
+# The same of keys that have no successor, and (key, value) -> what to do in a recipe that has them.
+GONE: dict[tuple[Any, ...], str] = {
+    ("kind", "on_policy_kl"): "on_policy_kl is gone: logit_kl learns as much. Set kind: logit_kl, leave loss out",
+    ("teacher", "logits"): "predictions on disk are no longer read. Leave it out, and name the model: teacher.model",
+}
 
 
 def present_key(around: Any, key: str) -> str:
@@ -24,10 +30,12 @@ def present_key(around: Any, key: str) -> str:
 
 
 def present_keys(recipe: Any, around: Any = None) -> Any:
-    """A recipe, or a part of one, with the present names of its keys. One that has both names of a key is left so."""
+    """A recipe, or a part of one, with the present names of its keys, and without keys that are gone and said nothing.
+    One that has both names of a key is left so."""
     if isinstance(recipe, list):
         return [present_keys(item, around) for item in recipe]
     if not isinstance(recipe, dict):
         return recipe
-    names = {key: present_key(around, key) for key in recipe}
-    return {key if names[key] in recipe else names[key]: present_keys(value, key) for key, value in recipe.items()}
+    kept = {key: value for key, value in recipe.items() if value is not None or (around, key) not in GONE}
+    names = {key: present_key(around, key) for key in kept}
+    return {key if names[key] in kept else names[key]: present_keys(value, key) for key, value in kept.items()}

@@ -506,8 +506,9 @@ class Linearized:
         names where transformers takes patterns."""
         super().keep_in_fp32(module)  # type: ignore[misc]
         for part in module.modules():
-            if hasattr(part, "site") and hasattr(part, "keep_in_fp32"):  # code of before 2026-11-28 keeps none
-                part.keep_in_fp32()
+            keep: Any = getattr(part, "keep_in_fp32", None)  # code of before 2026-11-28 keeps none
+            if keep is not None:
+                keep()
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         """Attention of vLLM for the layers and heads that keep softmax, a `StateAttention` for each linear layer.

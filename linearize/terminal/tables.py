@@ -176,7 +176,6 @@ def positions_table(found: dict[str, Any] | None) -> None:
 # What models write by themselves, as `linearize eval --generate` measures it.
 WRITTEN_FREELY = {
     "recall": "recall written freely",
-    "python": "Python written that parses",
     "repeated": "written tokens that repeat (runs of 4)",
 }
 
@@ -258,7 +257,7 @@ def with_error(metric: dict[str, Any], who: str) -> str:
 
 
 def prediction_table(predictions: dict[str, list[dict[str, float]]]) -> None:
-    """Errors of a diffusion transformer's predictions beside its teacher's, by noise level."""
+    """Errors of a diffusion transformer's predictions against its teacher's, by noise level."""
     columns = {"noise level": "number", **{f"error, {name}": "number" for name in predictions}, "cosine": "number"}
     last = list(predictions.values())[-1]
     rows: list[tuple[str, ...]] = []

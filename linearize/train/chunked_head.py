@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Partial
 from ..data.batches import INPUTS, Batch, forward, keeps_logits, kind_of
 from ..recipe.recipe import Stage
 from .fsdp import is_divided, reshard, whole
-from .losses import TopLogits
-from .predictions import Compared, predictions, stored
+from .predictions import Compared, predictions
 from .student import Student
 from .terms import total
 
@@ -77,14 +76,11 @@ def chunked_loss(
 
 def predictions_of(
     student: Student, batch: Batch, autocast: Callable[[], Any], parts: list[slice] | None = None
-) -> Callable[[slice], Tensor | TopLogits]:
-    """`logits_of` the student's teacher, without gradient, or what was stored of its predictions."""
+) -> Callable[[slice], Tensor]:
+    """`logits_of` the student's teacher, without gradient."""
     if parts is not None and len(parts) == 1:
         whole = predictions(student, batch, autocast)
         return lambda part: whole
-    rows = stored(batch)
-    if rows is not None:
-        return lambda part: TopLogits(*(values[:, part] for values in rows))
     with student.teacher() as model:
         read = logits_of(model, batch, autocast)
 
@@ -116,9 +112,9 @@ def logits_of(
 
 def stretches(model: Any, batch: Batch) -> list[slice]:
     """The tokens of a batch's rows in parts whose logits an evaluation may hold at once. One part where the head cannot
-    run apart, or where DeepSpeed divides its weights."""
+    run apart."""
     rows, length = batch["labels"].shape
-    if obstacle(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
+    if obstacle(model):
         return [slice(0, length)]
     size = max(1, READ_AT_ONCE // (rows * model.config.get_text_config().vocab_size))
     return [slice(start, start + size) for start in range(0, length, size)]

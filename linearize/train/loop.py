@@ -33,12 +33,12 @@ from ..data.images import Images
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError, resource_error
 from ..recipe.data import unit_of
-from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, OnPolicyKL, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, Stage
 from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
 from .compiled import CompiledLayers, compiles
 from .drop_path import dropping
-from .fsdp import like, reshard, whole
+from .fsdp import like, whole
 from .graphs import LEAST_STEPS, PLAIN_STEPS, GraphedSteps, unrecordable
 from .losses import IGNORED
 from .offload import Host, offloaded
@@ -46,7 +46,7 @@ from .progress import StageProgress, forget_peak, memory_bytes
 from .runs import OPTIMIZER, Position, reading
 from .runtime import clip
 from .speed import Products, Speed
-from .stages import end_to_end_loss, transfer_loss, written
+from .stages import end_to_end_loss, transfer_loss
 
 if TYPE_CHECKING:
     from ..measure.evaluate import Score
@@ -304,10 +304,6 @@ class StageLoop:
         if data.mixup or data.cutmix:
             place = owner.recipe.seed, self.number, step, accelerator.process_index
             micro = [mixed(b, data.mixup, data.cutmix, seed_for(*place, m)) for m, b in enumerate(micro)]
-        if isinstance(self.stage, OnPolicyKL):
-            torch.manual_seed(seed_for(owner.recipe.seed, self.number, step, accelerator.process_index))
-            with accelerator.autocast():
-                micro = [written(self.stage, owner.model, batch) for batch in micro]
         counts = torch.stack(
             [torch.stack([b["valid"].sum(), (targets(b) != IGNORED).sum(), b["valid"].any(1).sum()]) for b in micro]
         )
@@ -381,7 +377,6 @@ class StageLoop:
             group["lr"] = lr * group["factor"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.graphed is None)  # a recording adds to gradients where they lie
-        reshard(self.owner.model)  # DeepSpeed leaves weights gathered whose module's input has no gradient
 
     def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of one micro batch; returns its share of the step's loss and of the loss's terms,

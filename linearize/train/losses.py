@@ -12,7 +12,7 @@ gradients add up to those of the mean; by default it is the count of this call. 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,72 +52,10 @@ def logit_kl(
     return loss
 
 
-class TopLogits(NamedTuple):
-    """The most likely tokens of a teacher, as log-probabilities at some temperature: `values` [B, T, k] of the tokens
-    `indices` [B, T, k], the likeliest first, and `rest` [B, T] of all other tokens together, -inf where there are none.
-    """
-
-    values: Tensor
-    indices: Tensor
-    rest: Tensor
-
-
-@torch.no_grad()
-def top_logits(logits: Tensor, k: int, *, temperature: float = 1.0, chunk_size: int | None = None) -> TopLogits:
-    """What `top_kl` needs of a teacher's logits [B, T, V] at that temperature, in float32 (float64 of float64)."""
-    indices = logits.topk(k, dim=-1).indices
-    top, rest = _split(logits, indices, temperature, chunk_size or _default_chunk(logits))
-    total = torch.logaddexp(top.logsumexp(-1, keepdim=True), rest)
-    return TopLogits(top - total, indices, (rest - total)[..., 0])
-
-
-def top_kl(
-    student_logits: Tensor,
-    teacher: TopLogits,
-    valid: Tensor,
-    *,
-    temperature: float = 1.0,
-    num_tokens: Tensor | float | None = None,
-    chunk_size: int | None = None,
-) -> Tensor:
-    """The KL of `logit_kl` with all tokens beside the teacher's top k counted as one, the mean over valid tokens.
-
-    With p the teacher's and q the student's probabilities at temperature tau, K the teacher's top k tokens,
-    p_R = 1 - sum_{i in K} p_i and q_R = sum_{i not in K} q_i:
-
-        tau^2 (sum_{i in K} p_i log(p_i / q_i) + p_R log(p_R / q_R))
-
-    By the log-sum inequality this is at most the KL over all tokens; for k = V it is that KL. Its gradient
-    with respect to logit j is tau (q_j - p_j) / num_tokens for j in K, and tau (q_j - p_R q_j / q_R) / num_tokens for
-    others: what lies outside of the top k keeps the student's own shape.
-
-    student_logits [B, T, V]; `teacher` from `top_logits` at the same temperature; valid [B, T] bool; `num_tokens` and
-    `chunk_size` as in `logit_kl`.
-    """
-    if valid.shape != student_logits.shape[:-1] or teacher.indices.shape[:-1] != valid.shape:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (student_logits, teacher.indices, valid))
-        raise ValueError(f"student, teacher, valid must be [B, T, V], [B, T, k], [B, T]; they are {shapes}")
-    weight = _weight(valid, num_tokens, student_logits)
-    chunk_size = chunk_size or _default_chunk(student_logits)
-    values, indices, rest = teacher
-    loss: Tensor = _TopKL.apply(
-        student_logits, values, indices.long(), rest[..., None], weight, temperature, chunk_size
-    )
-    return loss
-
-
 def shared(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Two logits [B, T, V] of one tokenizer cut to the tokens that both have: embeddings may be padded differently."""
     size = min(ours.shape[-1], theirs.shape[-1])
     return ours[..., :size], theirs[..., :size]
-
-
-@torch.no_grad()
-def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """The log-probability of each token's target: [B, T] in the working precision, 0 where the target is -100."""
-    index = targets.clamp(min=0)[..., None]
-    found = logits.gather(-1, index) - _logsumexp(logits, 1.0, _default_chunk(logits))
-    return found[..., 0].masked_fill(targets == IGNORED, 0.0)
 
 
 def cross_entropy(
@@ -290,44 +228,6 @@ class _LogitKL(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-class _TopKL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: Tensor,
-        values: Tensor,
-        indices: Tensor,
-        p_rest: Tensor,
-        weight: Tensor,
-        tau: float,
-        chunk_size: int,
-    ) -> Tensor:
-        top, q_rest = _split(student, indices, tau, chunk_size)
-        lse = torch.logaddexp(top.logsumexp(-1, keepdim=True), q_rest)
-        log_p, log_q = torch.cat([values, p_rest], -1), torch.cat([top, q_rest], -1) - lse
-        p = log_p.exp()
-        kl = (p * (log_p - log_q).masked_fill(p == 0, 0.0)).sum(-1)
-        ctx.save_for_backward(student, values, indices, p_rest, weight, lse, q_rest)
-        ctx.tau, ctx.chunk_size = tau, chunk_size
-        return tau**2 * _weighted_sum(kl, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        student, values, indices, p_rest, weight, lse, q_rest = ctx.saved_tensors
-        factor = (ctx.tau * grad_output * weight)[..., None]
-        # Where the top k are all tokens there is no rest, and each entry is overwritten below.
-        q_rest = q_rest.masked_fill(q_rest == -torch.inf, 0.0)
-        grad = torch.empty_like(student)
-        for part in _chunks(student, ctx.chunk_size):
-            difference = _log_probs(student[..., part], lse, ctx.tau).exp_()
-            difference -= _log_probs(student[..., part], q_rest - p_rest, ctx.tau).exp_()
-            grad[..., part] = difference.mul_(factor).masked_fill_(factor == 0, 0.0)
-        at_top = _log_probs(student.gather(-1, indices), lse, ctx.tau).exp_() - values.exp()
-        grad.scatter_(-1, indices, at_top.mul_(factor).masked_fill_(factor == 0, 0.0).to(grad.dtype))
-        return grad, None, None, None, None, None, None
-
-
 class _CrossEntropy(torch.autograd.Function):
     """Some of the vocabulary at a time; with `chunk_size` None by the kernels of losses_triton.py."""
 
@@ -357,22 +257,6 @@ class _CrossEntropy(torch.autograd.Function):
         at_target = (logits.gather(-1, index) - lse).exp() - 1  # p - 1 in one rounding, not in two
         grad.scatter_(-1, index, at_target.mul_(factor).masked_fill_(factor == 0, 0.0).to(grad.dtype))
         return grad, None, None, None
-
-
-def _split(logits: Tensor, indices: Tensor, tau: float, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """logits / tau at the indices [B, T, k], and log sum exp of all others [B, T, 1], in the working precision.
-
-    The sum leaves out the entries themselves: to take them off the sum of all would lose what is small beside them.
-    """
-    parts = []
-    for part in _chunks(logits, chunk_size):
-        others = _widened(logits[..., part]).div(tau)
-        place = (indices - part.start).long()
-        inside = (place >= 0) & (place < others.shape[-1])
-        left_out = torch.where(inside, -torch.inf, torch.inf).to(others.dtype)
-        others.scatter_reduce_(-1, place.clamp(0, others.shape[-1] - 1), left_out, "amin")
-        parts.append(others.logsumexp(-1, keepdim=True))
-    return _widened(logits.gather(-1, indices)).div(tau), torch.cat(parts, -1).logsumexp(-1, keepdim=True)
 
 
 def _logsumexp(logits: Tensor, tau: float, chunk_size: int) -> Tensor:

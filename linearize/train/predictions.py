@@ -1,6 +1,6 @@
 """What a teacher predicts of a batch, and how far a student's logits are from it, or from the labels.
 
-The teacher is the student's own model with softmax, another model, or rows on disk that came with the batch.
+The teacher is the student's own model with softmax, or another model.
 """
 
 from __future__ import annotations
@@ -13,22 +13,13 @@ from torch import Tensor
 
 from ..data.augment import OTHERS, SHARE
 from ..data.batches import Batch, forward, is_numbers, real_tokens, targets
-from ..data.logits import INDICES, REST, VALUES
 from ..recipe.recipe import Stage
-from .losses import IGNORED, TopLogits, cosine_distance, cross_entropy, logit_kl, pooled, row_error, top_kl
+from .losses import IGNORED, cosine_distance, cross_entropy, logit_kl, pooled, row_error
 from .student import Student
 
 
-def stored(batch: Batch) -> TopLogits | None:
-    """The predictions that came with a batch, None where there are none."""
-    return TopLogits(batch[VALUES], batch[INDICES], batch[REST]) if VALUES in batch else None
-
-
-def predictions(student: Student, batch: Batch, autocast: Callable[[], Any]) -> Tensor | TopLogits:
-    """What `forward` gives of the teacher, without gradient; or the top logits that were stored."""
-    found = stored(batch)
-    if found is not None:
-        return found
+def predictions(student: Student, batch: Batch, autocast: Callable[[], Any]) -> Tensor:
+    """What `forward` gives of the teacher, without gradient."""
     # A context of its own: autocast caches weights, and what it casts without gradients must not be reused.
     with student.teacher() as model, autocast():
         return forward(model, batch)[..., : student.vocabulary]
@@ -37,17 +28,15 @@ def predictions(student: Student, batch: Batch, autocast: Callable[[], Any]) -> 
 def divergence(
     student: Student,
     logits: Tensor,
-    theirs: Tensor | TopLogits,
+    theirs: Tensor,
     valid: Tensor,
     *,
     num_tokens: Tensor | float,
     temperature: float = 1.0,
 ) -> Tensor:
-    """`logit_kl` or `top_kl` of the student's logits [B,T,V] and what `predictions` gave; of images as `apart`."""
+    """`logit_kl` of the student's logits [B,T,V] and what `predictions` gave; of images as `apart`."""
     if student.vocabulary not in (None, logits.shape[-1]):  # a slice of all would copy the gradient
         logits = logits[..., : student.vocabulary]
-    if isinstance(theirs, TopLogits):
-        return top_kl(logits, theirs, valid, temperature=temperature, num_tokens=num_tokens)
     return apart(logits, theirs, valid, num_tokens, temperature)
 
 
@@ -97,7 +86,7 @@ class Compared:
     sum divided by one of them, so that micro batches add up."""
     ours: Tensor
     """The student's logits [B,t,V]; of a model without a head its last hidden states."""
-    theirs: Tensor | TopLogits | None
+    theirs: Tensor | None
     """The teacher's; None where no term asks for them."""
     part: slice
     """Which t of the T tokens these are."""

@@ -34,8 +34,7 @@ from ..data.batches import (
     token_limit,
 )
 from ..data.documents import TextSource
-from ..data.logits import WithLogits, without_logits
-from ..data.packing import BlockOrder, Blocks, MixedBlocks
+from ..data.packing import BlockOrder, Blocks
 from ..errors import CheckFailedError, IncompatibleError, LinearizeError, quoted, resource_error
 from ..measure.evaluate import (
     Score,
@@ -46,17 +45,15 @@ from ..measure.evaluate import (
     random_teacher_warning,
     sample_count,
     score,
-    stored_score,
 )
 from ..measure.positions import longest_text, positions, reader, trained_length
 from ..recipe.data import Data, TeacherSource, parts_of
 from ..recipe.models import Scratch
-from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, OnPolicyKL, Recipe, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, Recipe, Stage
 from ..terminal.output import counted, nats, percent
 from ..terminal.tables import row_name
 from ..verify.child.inputs import make_inputs, most_tokens
 from .chunked_head import obstacle
-from .deepspeed_zero3 import partition, read_config
 from .drop_path import layers_of
 from .fit import Fit
 from .fsdp import reshard, shard, whole
@@ -70,7 +67,7 @@ from .samples import write_samples
 from .save import load_converted, load_whole
 from .stages import Calibration, check_prediction, error_scale, listen
 from .student import Student, check_targets
-from .teacher import Named, facts_of, load_teacher, teacher_line, vocabulary_of
+from .teacher import Named, load_teacher, teacher_line, vocabulary_of
 
 # Enough for two digits of a mean over tokens, and cheap beside a stage.
 FIDELITY_TOKENS = 16384
@@ -102,8 +99,7 @@ class Finetuner:
         self.steps_before: dict[str, int] = {}  # of each stage that a tracker got metrics of
         self.wide = accelerator.mixed_precision != "no"
         self.computes = COMPUTES[accelerator.mixed_precision]
-        self.zero = read_config(recipe, accelerator.mixed_precision)
-        self.sharded = self.zero is not None or accelerator.state.fsdp_plugin is not None
+        self.sharded = accelerator.state.fsdp_plugin is not None
 
     def load(self, folder: Path, named: Named | None = None) -> None:
         """Model, tokenizer and data, with every check that must not wait until a stage begins; `named` is the recipe's
@@ -118,9 +114,6 @@ class Finetuner:
         else:
             self.model.to(self.device)
         for stage in self.recipe.stages:
-            if self.sharded and isinstance(stage, OnPolicyKL):
-                message = f"{stage.name}: a student in shards writes no text. Use DDP, or train it with logit_kl"
-                raise IncompatibleError(message)
             if self.sharded and own_texts(self.recipe.data_for(stage)):
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
                 raise IncompatibleError(f"{message}, then give data.train the files in its cache")
@@ -136,18 +129,15 @@ class Finetuner:
             self.write_own_texts(self.recipe.data_for(stage))
         found = [self.blocks(stage, split) for stage in self.recipe.stages for split in ("train", "eval")]
         if kind_of(self.model) != "images":
-            texts = [without_logits(blocks) for blocks in found if blocks is not None]
+            texts = [blocks for blocks in found if blocks is not None]
             for model in filter(None, (self.model, self.student.other)):
                 check_vocabulary(self.processor, model, texts)
 
     def load_teacher(self, named: Named) -> None:
-        """The model of the recipe's own teacher, whole on this device; none where its predictions are stored."""
-        if named.stored is not None:
-            self.student.vocabulary = named.stored.vocabulary
-        else:
-            with in_turns(self.accelerator):
-                self.student.other = load_teacher(named, self.device)
-            self.student.vocabulary = min(map(vocabulary_of, (self.model, self.student.other)))
+        """The model of the recipe's own teacher, whole on this device."""
+        with in_turns(self.accelerator):
+            self.student.other = load_teacher(named, self.device)
+        self.student.vocabulary = min(map(vocabulary_of, (self.model, self.student.other)))
         self.say(teacher_line(named, self.student.other))
 
     def open_model(self) -> Any:
@@ -166,10 +156,7 @@ class Finetuner:
         if self.wide:
             self.student.keep_stream()
             self.student.widen(names, small)
-        if self.zero is None:
-            shard(self.model, self.accelerator, names)
-        else:
-            partition(self.model, self.accelerator, self.zero, names)
+        shard(self.model, self.accelerator, names)
 
     def whole_student(self) -> Student:
         """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""
@@ -218,12 +205,9 @@ class Finetuner:
         source = getattr(data, split)
         if source is None:
             return None
-        stored = self.named.stored if self.named else None
-        processes = self.accelerator.num_processes
-        # Rows of stored logits follow the seed's order over the text of the whole run.
-        limit = token_limit(self.recipe, stage, split, processes, None if stored else self.run.max_steps)
+        limit = token_limit(self.recipe, stage, split, self.accelerator.num_processes, self.run.max_steps)
         with self.accelerator.main_process_first():
-            samples = open_samples(
+            return open_samples(
                 source,
                 data.pack,
                 self.model,
@@ -238,11 +222,6 @@ class Finetuner:
                 erased=data.erase if split == "train" else 0.0,
                 own=lambda source: TextSource(files=tuple(shards_of(self.own_text(source)))),
             )
-        if stored is None or (split == "train" and not stage.learns_logits):
-            return samples
-        assert isinstance(samples, Blocks | MixedBlocks)
-        facts = facts_of(self.recipe, stage, split, self.processor, processes)
-        return stored.samples(samples, facts, stage.name)
 
     def say_once(self, text: str) -> None:
         """`say`, unless it said the same before: stages often share their data."""
@@ -324,7 +303,7 @@ class Finetuner:
         untrained = set[str]() if self.recipe.plain else untrained_mixers(self.base, read_plan(self.base))
         if not untrained:
             return False
-        blocks = without_logits(self.blocks(self.recipe.stages[0], "train"))
+        blocks = self.blocks(self.recipe.stages[0], "train")
         assert blocks is not None
         order = BlockOrder(len(blocks), self.recipe.seed)
         count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
@@ -380,8 +359,6 @@ class Finetuner:
         data = batches(blocks, stage.batch.per_device, self.recipe.eval.max_tokens, self.accelerator)
         if teacher is None:
             found = score(self.model, data, self.accelerator, self.student)
-        elif isinstance(blocks, WithLogits):
-            found = stored_score(data, self.accelerator)
         else:
             found = score(teacher, data, self.accelerator)
         reshard(self.model)
@@ -420,7 +397,7 @@ class Finetuner:
         """Per-layer distance to the source's softmax on held-out text; empty without eval data, and where source
         weights trained beside another teacher, since no copies of them are kept then."""
         stage = self.recipe.stages[-1]
-        blocks = without_logits(self.blocks(stage, "eval"))
+        blocks = self.blocks(stage, "eval")
         if blocks is None or self.recipe.plain or (self.student.drifted and not self.student.own_teacher):
             return []
         data = batches(blocks, stage.batch.per_device, FIDELITY_TOKENS, self.accelerator)
@@ -431,9 +408,9 @@ class Finetuner:
         text, without eval data, without a teacher that reads other texts, and for shards, whose processes read other
         ones."""
         data = self.recipe.data_for(self.recipe.stages[-1])
-        if (self.named and self.named.stored) or not self.student.has_teacher:
+        if not self.student.has_teacher or data.eval is None:
             return None
-        if data.eval is None or kind_of(self.model) != "text" or not has_head(self.model) or self.sharded:
+        if kind_of(self.model) != "text" or not has_head(self.model) or self.sharded:
             return None
         source = to_source(data.eval, data.pack.text_key, self.recipe.folder)
         trained = trained_length(self.recipe)
@@ -615,8 +592,6 @@ def check_model(model: Any, recipe: Recipe) -> None:
             raise IncompatibleError(f"{stage.name}: {type(model).__name__} {what}; use {other}")
         if isinstance(stage, SFT) and stage.drop_path:
             check_drop_path(model, stage)
-        if isinstance(stage, OnPolicyKL):
-            check_writing(model, stage, recipe.data_for(stage).pack.seq_len)
         if seen is not None and (not isinstance(stage, AttentionTransfer) or recipe.data_for(stage).eval is not None):
             if isinstance(seen, LinearizeError):
                 raise seen
@@ -661,12 +636,3 @@ def tried(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | Lineariz
         return error
     except Exception:  # code of many architectures, which may ask for values
         return None
-
-
-def check_writing(model: Any, stage: OnPolicyKL, seq_len: int) -> None:
-    """Refuse on_policy_kl for a model that writes no text (exit 3), and prompts that leave no room (exit 2)."""
-    if kind_of(model) != "text":
-        raise IncompatibleError(f"{stage.name}: {type(model).__name__} writes no text to learn from; use logit_kl")
-    if stage.loss.prompt >= seq_len:
-        message = f"{stage.name}: loss.prompt is {stage.loss.prompt}, data.pack.seq_len {seq_len}"
-        raise LinearizeError(f"{message}. Leave room for what the student writes, for example {max(1, seq_len // 2)}")

@@ -1,4 +1,4 @@
-"""How fast a stage runs, what share of a card's products that is, and how long the card waits."""
+"""How fast a stage runs, what share of a card's peak FLOP/s that is, and how long the card waits."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Speed:
         step = self.seconds / self.steps
         products, waits = shares(step, self.flops, self.works)
         found = [f"{tokens_per_step / step:,.0f} {unit}/s"]
-        found += [] if products is None else [f"{percent(products)} of the card's products"]
+        found += [] if products is None else [f"{percent(products)} of the card's peak FLOP/s"]
         found += [] if waits is None else [f"the card waits {percent(waits)} of the time"]
         return ", ".join([*found, *how])
 
 
 def shares(seconds: float, flops: float, works: float | None) -> tuple[float | None, float | None]:
-    """Of a step of so many seconds, with its products and the ms that the device works: the share of the card's dense
-    bf16 products, and the share in which the device waits; None where they are not known."""
+    """Of a step of so many seconds, with its FLOPs and the ms that the device works: the share of the card's peak
+    FLOP/s, and the share in which the device waits; None where they are not known."""
     rate = card_flops() if flops else None
     return flops / seconds / rate if rate else None, None if works is None else max(0.0, 1 - works / 1e3 / seconds)
 

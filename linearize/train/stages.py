@@ -4,7 +4,7 @@
 input, and each layer's loss is backpropagated as it arises: memory is one layer's. `logit_kl`: a teacher pass,
 then the student's, then backward, never a switch in between; `feature_cosine` does the same for last hidden states.
 A head that predicts numbers of an image, and no distribution, has the relative squared error in place of KL.
-`on_policy_kl` does it on text that the student has written. `sft`: cross entropy alone.
+`sft`: cross entropy alone.
 
 Every loss is divided by counts of the whole optimizer step, so that micro batches and processes simply add up.
 """
@@ -18,14 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linearize_kernels.hf.attention_hooks import evaluating
-
 from ..data.batches import Batch, forward, is_dense, is_numbers, real_tokens, run
 from ..errors import IncompatibleError
-from ..measure.continuation import continued
-from ..recipe.recipe import SFT, AttentionTransfer, LogitKL, OnPolicyKL, Stage
+from ..recipe.recipe import SFT, AttentionTransfer, LogitKL, Stage
 from .chunked_head import chunked_loss
-from .losses import IGNORED, square_error, square_sum
+from .losses import square_error, square_sum
 from .predictions import Compared, predictions
 from .student import Student
 from .terms import total
@@ -148,22 +145,6 @@ def listen(student: Student, listener: Listener, batch: Batch) -> None:
         run(student.model, batch, head=False)
 
 
-def written(stage: OnPolicyKL, model: Any, batch: Batch) -> Batch:
-    """Rows of what the student writes after the first tokens of a batch's rows: what counts are its own tokens.
-
-    A row is one text: the documents that a prompt may hold lie in one context, for the student as for its teacher.
-    """
-    prompt, seq_len = stage.loss.prompt, batch["input_ids"].shape[1]
-    with evaluating(model):
-        own = continued(model, batch["input_ids"][:, :prompt], seq_len - prompt, stage.loss.sampling)
-    ids = torch.cat([batch["input_ids"][:, :prompt], own], 1)
-    places = torch.arange(seq_len, device=ids.device).expand_as(ids)
-    labels = torch.where(places < prompt, IGNORED, ids)
-    # A token is scored where it is predicted, one place earlier.
-    valid = (places >= prompt - 1) & (places < seq_len - 1)
-    return {"input_ids": ids, "position_ids": places, "labels": labels, "valid": valid}
-
-
 def check_prediction(stage: Stage, found: Tensor, batch: Batch, name: str) -> None:
     """Refuse (exit 3) a stage that needs labels of what a model, whose class is `name`, predicts of images, where there
     are none: finetune has classes of whole images. And a temperature where `found`, from `forward`, is numbers."""
@@ -187,8 +168,8 @@ def end_to_end_loss(
     autocast: Callable[[], Any],
     saving: Callable[[], Any] = contextlib.nullcontext,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """logit_kl, on_policy_kl, feature_cosine or sft on one micro batch; `saving` is a context of the student's
-    pass that says where autograd keeps what it needs.
+    """logit_kl, feature_cosine or sft on one micro batch; `saving` is a context of the student's pass that says where
+    autograd keeps what it needs.
 
     `tokens` are the counts [valid, targets, rows] of the whole optimizer step, over micro batches and processes. With
     the loss come its terms by name where it has several, as by `terms.total`.

@@ -1,4 +1,4 @@
-"""The teacher that a recipe names: find it, check that it fits the student, load it, or read what it predicted.
+"""The teacher that a recipe names: find it, check that it fits the student, load it.
 
 It gives logits alone. Stages that compare attention outputs keep the student's own model with softmax as their teacher.
 """
@@ -6,10 +6,7 @@ It gives logits alone. Stages that compare attention outputs keep the student's 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,30 +18,26 @@ from ..checkpoint.provenance import check_code
 from ..checkpoint.shards import combined_sha256, file_hashes, known_sha256
 from ..checkpoint.source import SMALL_FILES, Source, open_source
 from ..convert import load_config
-from ..data.batches import kind_of, source_hash, token_limit
-from ..data.logits import Facts, StoredLogits
+from ..data.batches import kind_of
 from ..demo import named_base
 from ..errors import IncompatibleError, LinearizeError
 from ..hub.download import download
 from ..measure.generate import load_any, load_tokenizer
 from ..probe.trace import quiet
 from ..recipe.models import Scratch, Teacher
-from ..recipe.recipe import Recipe, Stage
+from ..recipe.recipe import Recipe
 from ..terminal.output import short
 from ..verify.child.inputs import auto_class, most_tokens
 from .chunked_head import obstacle
-from .runtime import stage_steps
 from .save import meta_model
 from .student import Student
 
 
 @dataclass(frozen=True)
 class Named:
-    """A teacher, found: the checkpoint `source`, or predictions `stored` on disk; with both, the rows are read and the
-    checkpoint is only compared with the one that wrote them."""
+    """A teacher, found."""
 
-    source: Source | None
-    stored: StoredLogits | None
+    source: Source
     dtype: str | None
     trust_remote_code: bool
     origin: str = ""  # the folder, file or Hub repository of `source`
@@ -52,28 +45,20 @@ class Named:
     @property
     def name(self) -> str:
         """What people call it, without a path of this machine."""
-        if self.source is not None:
-            return self.source.name
-        assert self.stored is not None
-        return str(self.stored.teacher["model"])
+        return self.source.name
 
     def facts(self) -> dict[str, Any]:
-        """Provenance: `model`, `commit` and `sha256`; of stored predictions also how many tokens they have. What else
-        their rows depend on is in the shards, and compared with the run's data. `sha256` is None without weights."""
-        if self.stored is not None:
-            return {**self.stored.teacher, "top": self.stored.k}
-        assert self.source is not None
+        """Provenance: `model`, `commit` and `sha256`, which is None without weights."""
         return {"model": self.source.name, "commit": self.source.revision, "sha256": self.sha256}
 
     @property
     def sha256(self) -> str | None:
         """The hash of the model's files; None where weights of the Hub, or of a GGUF file, were not read yet."""
-        assert self.source is not None
         return sha256_of(self.source) if self.source.shards else None
 
     def downloaded(self) -> Named:
         """With the weights of a model that is to be loaded; of the Hub those of the commit that was found."""
-        if self.stored is not None or self.source is None or self.source.shards:
+        if self.source.shards:
             return self
         return dataclasses.replace(self, source=open_source(self.origin, self.source.revision))
 
@@ -82,20 +67,18 @@ def find_teacher(recipe: Recipe, commit: str | None = None) -> Named | None:
     """The teacher that a recipe names, None where it names none; of the Hub at `commit`, where given, and without
     weights.
 
-    Raises LinearizeError: 2 for logits that are none, 3 for what is no checkpoint, 5 for the Hub.
+    Raises LinearizeError: 3 for what is no checkpoint, 5 for the Hub.
     """
     asked = recipe.teacher
     if asked is None:
         return None
-    stored = None if asked.logits is None else StoredLogits(Path(os.path.expanduser(asked.logits)))
-    source = None if asked.model is None else open_teacher(asked, commit)
-    return Named(source, stored, asked.dtype, asked.trust_remote_code, named_base(asked.model or ""))
+    return Named(open_teacher(asked, commit), asked.dtype, asked.trust_remote_code, named_base(asked.model))
 
 
 def open_teacher(asked: Teacher, commit: str | None = None) -> Source:
     """The checkpoint of a teacher that is named: a folder with its shards, of the Hub and of a GGUF file the config
     alone."""
-    name = named_base(asked.model or "")
+    name = named_base(asked.model)
     local = os.path.isdir(os.path.expanduser(name))
     source = open_source(name, asked.revision if local else commit or asked.revision, weights=local)
     if asked.model == "demo":
@@ -111,7 +94,6 @@ def sha256_of(source: Source) -> str:
 
 def load_teacher(named: Named, device: torch.device) -> Any:
     """The teacher's model, frozen, on the device."""
-    assert named.source is not None
     loaded = load_any(
         str(named.source.folder),
         None,
@@ -125,7 +107,6 @@ def load_teacher(named: Named, device: torch.device) -> Any:
 
 def meta_teacher(named: Named, device: str = "meta") -> Any:
     """Its model without weights; on another `device` they are random."""
-    assert named.source is not None
     dtype = None if named.dtype is None else getattr(torch, named.dtype)
     if named.source.converted:
         check_code(named.source.folder, named.trust_remote_code)
@@ -144,18 +125,13 @@ def meta_teacher(named: Named, device: str = "meta") -> Any:
 
 
 def give_teacher(named: Named, student: Student, device: str) -> None:
-    """Give a student without weights such a teacher, to count or to time a step; stored predictions have no model."""
-    if named.stored is not None:
-        student.vocabulary = named.stored.vocabulary
-        return
+    """Give a student without weights such a teacher, to count or to time a step."""
     student.other = meta_teacher(named, device)
     student.vocabulary = min(map(vocabulary_of, (student.model, student.other)))
 
 
 def teacher_line(named: Named, model: Any) -> str:
-    """One sentence on a teacher; `model` is the one that was loaded, if one was."""
-    if named.stored is not None:
-        return f"learns from {named.stored.folder} the {named.stored.k} likeliest tokens of {named.name}"
+    """One sentence on a teacher, whose `model` was loaded."""
     numbers = sum(parameter.numel() for parameter in model.parameters())
     return f"the teacher is {named.name}: {short(numbers)} parameters in {str(model.dtype).removeprefix('torch.')}"
 
@@ -163,10 +139,10 @@ def teacher_line(named: Named, model: Any) -> str:
 # ---------------------------------------------------------------- does it fit
 
 
-def check_teacher(named: Named | None, recipe: Recipe, model: Any, max_steps: int | None, processes: int) -> None:
+def check_teacher(named: Named | None, recipe: Recipe, model: Any) -> None:
     """Refuse a teacher that does not fit the student `model`, which may be without weights; before anything is written.
 
-    Raises LinearizeError: 2 for stored predictions of something else, 3 for a model or tokenizer that does not fit.
+    Raises LinearizeError: 2 for the student itself, 3 for a model or tokenizer that does not fit.
     """
     if named is None:
         return
@@ -175,24 +151,10 @@ def check_teacher(named: Named | None, recipe: Recipe, model: Any, max_steps: in
         message = f"teacher: {type(model).__name__} writes no text, and only models of text take another teacher"
         raise IncompatibleError(f"{message}. Leave it out")
     tokenizer = base_tokenizer(recipe)
-    rows = vocabulary_of(model)
-    if named.stored is None:
-        assert named.source is not None
-        teacher = meta_teacher(named)
-        check_teacher_model(named, teacher, recipe)
-        check_tokenizers(named, tokenizer)
-        common_vocabulary(rows, vocabulary_of(teacher), tokenizer, named.name)
-        return
-    check_written_by(named)
-    if named.stored.vocabulary > rows:
-        raise IncompatibleError(
-            f"{named.stored.folder} has logits of {named.stored.vocabulary} tokens, {type(model).__name__} of {rows}"
-        )
-    for facts, stage in needed(recipe, tokenizer, processes):
-        found = named.stored.find(facts, stage.name)
-        named.stored.check_rows(
-            found, rows_read(recipe, stage, facts["split"], found["blocks"], processes, max_steps), stage.name
-        )
+    teacher = meta_teacher(named)
+    check_teacher_model(named, teacher, recipe)
+    check_tokenizers(named, tokenizer)
+    common_vocabulary(vocabulary_of(model), vocabulary_of(teacher), tokenizer, named.name)
 
 
 def check_differs(named: Named, recipe: Recipe) -> None:
@@ -202,7 +164,7 @@ def check_differs(named: Named, recipe: Recipe) -> None:
     base, first = recipe.model.base, recipe.stages[0]
     if recipe.convert is not None or isinstance(base, Scratch) or not first.learns_logits or first.learns_labels:
         return
-    if named.source is not None and not named.source.converted:
+    if not named.source.converted:
         return
     local = os.path.isdir(os.path.expanduser(named_base(base)))
     student = open_source(named_base(base), recipe.model.revision, weights=local)
@@ -236,7 +198,6 @@ def check_teacher_model(named: Named, teacher: Any, recipe: Recipe) -> None:
 
 def check_tokenizers(named: Named, ours: Any) -> None:
     """Raise LinearizeError (exit 3) naming the first token that a teacher's tokenizer has otherwise."""
-    assert named.source is not None
     folder = named.source.folder
     if named.source.revision is not None:
         folder = download_small(named.source.name, named.source.revision)
@@ -249,21 +210,6 @@ def check_tokenizers(named: Named, ours: Any) -> None:
             f"teacher: {named.name} has another tokenizer: token {first} is {names[0]} in the base's, {names[1]} in "
             "the teacher's. Take a teacher of the same family, with the same tokenizer"
         )
-
-
-def check_written_by(named: Named) -> None:
-    """Raise LinearizeError (exit 2) where a recipe names another model than the one that wrote its logits."""
-    if named.source is None or named.stored is None:
-        return
-    wrote, commit = named.stored.teacher, named.source.revision
-    if commit is None and wrote["sha256"] == sha256_of(named.source):
-        return
-    if commit is not None and wrote["commit"] == commit:
-        return
-    raise LinearizeError(
-        f"{named.stored.folder} was written by another teacher than {named.name}: {wrote['model']}, "
-        f"{wrote['commit'] or wrote['sha256'][:16]}. Write it again, or name that one"
-    )
 
 
 def base_tokenizer(recipe: Recipe) -> Any:
@@ -302,45 +248,3 @@ def common_vocabulary(ours: int, theirs: int, tokenizer: Any, name: str) -> int:
             f"{common} of them. Choose a teacher with logits for all"
         )
     return common
-
-
-# ---------------------------------------------------------------- stored predictions
-
-
-def facts_of(recipe: Recipe, stage: Stage, split: str, tokenizer: Any, processes: int) -> Facts:
-    """What the rows of a stage's train or eval data depend on, the teacher apart; of a run that `--max-steps` cuts
-    short, too, for the seed's order is over all text of the whole run."""
-    data = recipe.data_for(stage)
-    temperature = stage.temperature if split == "train" else 1.0
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return {
-        "split": split,
-        "data": source_hash(getattr(data, split), recipe.folder),
-        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
-        "text_key": data.pack.text_key,
-        "seq_len": data.pack.seq_len,
-        "max_tokens": token_limit(recipe, stage, split, processes),
-        "completion_only": stage.answers_alone,
-        "temperature": temperature,
-        "seed": recipe.seed if split == "train" else None,
-    }
-
-
-def needed(recipe: Recipe, tokenizer: Any, processes: int) -> Iterator[tuple[Facts, Stage]]:
-    """The facts of each source that a run asks a teacher about, and a stage that reads it. A source that several stages
-    read comes several times."""
-    for stage in recipe.stages:
-        if stage.learns_logits:
-            yield facts_of(recipe, stage, "train", tokenizer, processes), stage
-        if recipe.data_for(stage).eval is not None:
-            yield facts_of(recipe, stage, "eval", tokenizer, processes), stage
-
-
-def rows_read(recipe: Recipe, stage: Stage, split: str, blocks: int, processes: int, max_steps: int | None) -> int:
-    """How many of the `blocks` of a source a stage reads: training from the front of the seed's order, evaluation the
-    first ones."""
-    length = recipe.data_for(stage).pack.seq_len
-    if split == "eval":
-        return max(1, min(blocks, recipe.eval.max_tokens // length))
-    per_step = stage.batch.blocks * processes
-    return min(blocks, (stage_steps(stage, per_step, length, max_steps, blocks) or 0) * per_step)

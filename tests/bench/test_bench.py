@@ -237,7 +237,7 @@ def test_contenders_are_compared() -> None:
     assert "| sla | S | fla chunk_gla | 3.00 | 2.50 | 40% |" in told
     assert "| sla | S | fla other | 4.00 |  |  |" in told
     assert "| 2.0, 2.0 | 0.10, 0.10 |  |\n" in told  # twice the roofline, ours beside itself
-    assert "S, its time beside gla alone: +25.0%, +25.0%." in told
+    assert "S, its time compared with gla alone: +25.0%, +25.0%." in told
     assert "| S | fla other | 4.000 (4.000-4.000) | refused |  |  |  |  |  | 4.00 |" in told
     assert [bench_report.line(record, runs) for record in (runs[0], runs[3])] == [
         "S, linearize: forward 1.000 ms (CPU 0.100); forward + backward 2.000 ms (CPU 0.100)",

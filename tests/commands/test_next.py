@@ -99,13 +99,10 @@ def test_what_follows_a_copy_of_a_recipe(elsewhere: Path, checked: list[Any], li
 
 
 @pytest.mark.slow
-def test_what_follows_logits_and_a_run(elsewhere: Path, linearize: Command) -> None:
+def test_what_follows_a_run(elsewhere: Path, linearize: Command) -> None:
     """The recipe lies elsewhere, and its folders are relative to the working directory."""
     recipe = "../there/recipe.yaml"
-    code, _, err = linearize("logits", recipe, "-o", "some logits", "--top", "8")
-    assert code == 0, err
-    (words,) = commands(told(err))
-    code, _, err = linearize(*words)
+    code, _, err = linearize("finetune", recipe)
     assert code == 0, err
     found = commands(told(err))
     assert [words[0] for words in found] == ["generate", "eval", "push"]
@@ -149,7 +146,6 @@ REMEDIES: list[tuple[list[str], list[str], tuple[str, ...]]] = [
     (["report", "runs/one", "--eval", "cut short.json"], [r"eval STUDENT .*? -o '.*?'"], MEASURE),
     (["report", "runs/none"], ["runs"], ()),
     (["generate", "the result", "x", "--device", "cuda"], ["doctor"], ()),
-    (["race", "demo", "model.base=../a model"], [r"race '.*?' --recipe demo"], ("--dry-run",)),
     (["verify", "an old one"], [r"upgrade '.*?'"], ()),
     (
         ["push", "the result", "user/name", "--dry-run", "--eval", "of another.json"],

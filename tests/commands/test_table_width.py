@@ -25,7 +25,6 @@ from linearize.commands.finetune import recipe_table, report_table
 from linearize.commands.inspect import converted_table, inspection_tables
 from linearize.commands.mechanisms import mechanism_table, mechanisms_table
 from linearize.commands.push import files_table
-from linearize.commands.race import race_table
 from linearize.commands.recipes import presets_table
 from linearize.commands.runs import runs_table
 from linearize.commands.verify import checks_table
@@ -43,7 +42,7 @@ from linearize.verify.checks import Check
 PPL = {"student_ppl": 12345.678, "teacher_ppl": 11345.678, "ppl_ratio": 1.088, "kl": 0.0912}
 POSITIONS = {"rows": 12, "text": "long", "trained_length": 4096, "blocks": [{"from": 65536, "to": 131072, **PPL}]}
 ANSWER = {"student": {"accuracy": 0.5}, "teacher": {"accuracy": 1.0}, "length": 131072, "entries": 128}
-FREELY = {who: {"recall": 0.5, "python": 0.25, "repeated": 0.125} for who in ("student", "teacher")}
+FREELY = {who: {"recall": 0.5, "repeated": 0.125} for who in ("student", "teacher")}
 ANSWERED = {**{who: {"ended": 0.5, "length": 99.5} for who in ("student", "teacher")}, "asked": 32, "same_end": 0.25}
 COMPARED = {
     **PPL, "top1_agreement": 0.912, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
@@ -79,13 +78,6 @@ RUN = {
     "run": "llama-3.2-1b-gsa", "base": "meta-llama/Llama-3.2-1B", "mechanisms": ["gsa", "gla"], "kept": [3, 7, 11, 15],
     "at": "logit_kl, step 1200 of 12500", "tokens": 4e8, "ppl_ratio": 1.0123, "changed": "2026-11-25T10:00:00",
 }  # fmt: skip
-CONTESTANT = {
-    "chosen": True, "name": "lolcats", "about": "two stages: attention transfer, then LoRA on next tokens",
-    "source": "arXiv 2410.10254", "hours": 0.5,
-    "recipes": [
-        {"convert": {"layers": "all", "keep_softmax": "3,7,11"}, "stages": [{"name": "logit_kl", "steps": 500}]},
-    ],
-}  # fmt: skip
 CHECKS = [
     Check("left padding without position_ids", "passed", "", 1.3e-6, 1e-4),
     Check("new weights", "failed", "all mixers are finite; 44 tensors have other bytes than linearize.json recorded"),
@@ -103,7 +95,7 @@ COST = {
         {"name": name, "memory": dict.fromkeys(PARTS, 3 << 30), "tokens_per_s": 123456.0, "hours": 33.5, "fits": True,
          "uncounted": "", "host_bytes": 0, "data": {"seq_len": 4096},
          "measured": {"tokens_per_s": 123456.0, "peak": 71 << 30}}
-        for name in ("attention_transfer", "logit_kl", "on_policy_kl")
+        for name in ("attention_transfer", "logit_kl", "feature_cosine")
     ],
     "device": {"name": "h100-80g", "count": 8, "memory": 80 << 30}, "disk": {"total": 1 << 30}, "hours": None,
     "kwh": None, "price": None,
@@ -145,7 +137,6 @@ SHOWN: dict[str, Callable[[Path], Any]] = {
     "checks_table": lambda _: checks_table("llama-3.2-1b-gsa", CHECKS),
     "files_table": lambda _: files_table({"model-source-00001-of-00004.safetensors": 4 << 30}, "to user/repo"),
     "runs_table": lambda _: runs_table([RUN]),
-    "race_table": lambda _: race_table({"race": "demo", "tokens": 1 << 20, "contestants": [CONTESTANT]}),
     "mechanisms_table": lambda _: mechanisms_table([summary(name) for name in mechanism_names()]),
     "mechanism_table": lambda _: [mechanism_table(describe(name)) for name in mechanism_names()],
     "presets_table": lambda _: presets_table(presets()),

@@ -175,7 +175,7 @@ def test_an_estimate_has_every_part_and_stage_on_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     parts = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits", "total", "device")
     memory = {part: (n + 1) << 30 for n, part in enumerate(parts)}
-    names, host = ("attention_transfer", "logit_kl", "on_policy_kl"), {"host_bytes": 0}
+    names, host = ("attention_transfer", "logit_kl", "feature_cosine"), {"host_bytes": 0}
     data = {"data": {"seq_len": 2048}}
     stages = [
         {

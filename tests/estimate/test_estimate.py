@@ -643,7 +643,7 @@ def test_packed_text_is_counted_by_bytes(
     recipe = make_recipe(tmp_path, base(root, "llama"), KL, KL | {"name": "again"}, data={"train": source} | SHORT)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=words))
     model = SimpleNamespace(config=config, main_input_name="input_ids", can_generate=lambda: True)
-    rehearsal: Any = SimpleNamespace(recipe=recipe, model=model, stored_logits=None)
+    rehearsal: Any = SimpleNamespace(recipe=recipe, model=model)
     costs: Any = [SimpleNamespace(stage=one, tokens=128) for one in recipe.stages]
     assert packed_tokens(rehearsal, costs, None) == tokens
 

@@ -34,7 +34,6 @@ from linearize.data.documents import open_dataset
 from linearize.errors import Exit, LinearizeError
 from linearize.hub.push import check_card, plan_push, push
 from linearize.job.dry_run import dry_run
-from linearize.logits import write_logits
 from linearize.recipe.recipe import load_recipe
 from linearize.terminal.output import nats
 
@@ -770,29 +769,17 @@ def test_a_teacher_is_compared_before_any_weights_are_fetched(hub: Hub, root: Pa
     fitting = teacher.commit(files, "v1")
     teacher.commit({**files, "tokenizer.json": json.dumps(tokens).encode()})
     section = {"mechanism": "gsa", "options": {"slots": 8}}
-    one, logs = stage("logit_kl", steps=1), tmp_path / "logits"
+    one = stage("logit_kl", steps=1)
     for start in ({"model": Path("user/base"), "convert": section}, {"model": Path("user/linear")}):
         recipe = make_recipe(tmp_path, start.pop("model"), one, teacher="user/teacher", **start)
-        for act in (train, lambda asked: write_logits(asked, logs, 4)):
-            assert "token 70 is" in refused(Exit.INCOMPATIBLE, lambda act=act, asked=recipe: act(asked))
+        assert "token 70 is" in refused(Exit.INCOMPATIBLE, lambda asked=recipe: train(asked))
     named = {"model": "user/teacher", "revision": "v1"}
-    found = write_logits(make_recipe(tmp_path, linear, one, teacher=named), logs, 4, dry_run=True)
-    assert found["teacher"] == {"model": "user/teacher", "commit": fitting, "sha256": None}
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "mine.txt").touch()
-    asked = make_recipe(tmp_path, linear, one, teacher=named)
-    assert holds(refused(Exit.USAGE, lambda: write_logits(asked, taken, 4)), "(mine.txt)")
     assert source_weights(hub) == set()
     assert not (tmp_path / "run").exists()
-    assert not logs.exists()
     train(make_recipe(tmp_path, linear, one, teacher=named))
     facts = json.loads((tmp_path / "run" / "run.json").read_text())["teacher"]
     assert (facts["commit"], len(facts["sha256"])) == (fitting, 64)
     assert source_weights(hub) == {"model.safetensors"}
-    write_logits(make_recipe(tmp_path, linear, one, teacher=named), logs, 4)
-    again = write_logits(make_recipe(tmp_path, linear, one, teacher=named), logs, 4, dry_run=True)
-    assert again["tokens"] == found["tokens"]
 
 
 def test_a_recipe_asks_before_it_trains(

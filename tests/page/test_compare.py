@@ -116,7 +116,7 @@ def test_the_page_of_a_comparison_draws_every_run(two: list[Path], tmp_path: Pat
 def test_a_stage_on_longer_text_is_not_drawn_beside_the_teacher(two: list[Path]) -> None:
     """Its perplexity is of other blocks than the teacher's: longer ones have a lower one."""
     assert read_run(two[0]).ratio() == pytest.approx(1.2)
-    drawn = {key: curves({"a": [read_run(two[0])]}, key) for key in ("eval_ppl", "eval_kl")}
+    drawn = {key: curves({"a": read_run(two[0])}, key) for key in ("eval_ppl", "eval_kl")}
     assert all(drawn.values())
     path = two[0] / "run.json"
     settings = json.loads(path.read_text())
@@ -124,7 +124,7 @@ def test_a_stage_on_longer_text_is_not_drawn_beside_the_teacher(two: list[Path])
     path.write_text(json.dumps(settings))
     assert read_run(two[0]).ratio() is None
     for key, before in drawn.items():
-        after = curves({"a": [read_run(two[0])]}, key)
+        after = curves({"a": read_run(two[0])}, key)
         assert before is not None
         assert after is not None
         assert 0 < after.svg().count("<circle") == before.svg().count("<circle") - 1
@@ -296,7 +296,9 @@ def test_a_model_that_nothing_measured_is_refused_with_what_was_found(
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    with pytest.raises(LinearizeError, match=f"{other} is a model, and none of a, b was measured beside it") as refused:
+    with pytest.raises(
+        LinearizeError, match=f"{other} is a model, and none of a, b was measured against it"
+    ) as refused:
         read_rows([*two, other])
     assert refused.value.code == Exit.USAGE
     with pytest.raises(LinearizeError, match="nothing else is named that was measured"):

@@ -105,8 +105,8 @@ def test_tiles_name_both_dtypes_of_an_evaluation(run: Path) -> None:
 
 def test_what_was_asked_and_written_freely_is_on_the_page(run: Path) -> None:
     found = json.loads((run / "eval.json").read_text())
-    free = {"texts": 3, "rows": 2, "length": 256, "student": {"recall": 0.125, "python": 0.5, "repeated": 0.25}}
-    free["teacher"] = {"recall": 0.5, "python": None, "repeated": 0.125}
+    free = {"texts": 3, "rows": 2, "length": 256, "student": {"recall": 0.125, "repeated": 0.25}}
+    free["teacher"] = {"recall": 0.5, "repeated": 0.125}
     row = {"length": 1024, "entries": 32, "student": {"accuracy": 0.25}, "teacher": {"accuracy": 0.75}}
     (run / "eval.json").write_text(json.dumps(found | {"generated": free, "recall": [row]}))
     words = Page(report_page(read_run(run))).words

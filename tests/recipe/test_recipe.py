@@ -271,10 +271,6 @@ MISTAKES = [
         "r.yaml:13:16 stages[1].loss.ce: must be 0 or >= 1e-06, not 1e-30",
     ),
     (
-        edited("kind: logit_kl", "kind: on_policy_kl\n    loss: {prompt: 3, sampling: 0.001}"),
-        "r.yaml:13:33 stages[1].loss.sampling: must be >= 0.01, not 0.001",
-    ),
-    (
         edited("train: [new]", "train: [new]\n    loss: {weight: 1e20}"),
         "r.yaml:10:20 stages[0].loss.weight: must be <= 1e+06, not 1e+20",
     ),
@@ -284,7 +280,7 @@ MISTAKES = [
     ),
     (
         edited("kind: logit_kl", "kind: logit-kl"),
-        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | on_policy_kl | feature_cosine | sft, "
+        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | feature_cosine | sft, "
         "not 'logit-kl'. Did you mean 'logit_kl'?",
     ),
     (
@@ -293,8 +289,7 @@ MISTAKES = [
     ),
     (
         edited("kind: logit_kl", "kind: null"),
-        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | on_policy_kl | feature_cosine | "
-        "sft, not null",
+        "r.yaml:12:11 stages[1].kind: must be attention_transfer | logit_kl | feature_cosine | sft, not null",
     ),
     (
         edited("train: [new]", "train: mixer"),

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import holds
 
-from linearize.errors import LinearizeError
+from linearize.errors import Exit, LinearizeError
 from linearize.recipe.recipe import Recipe, load_recipe
 from linearize.recipe.renamed import RENAMED, present_keys
 
@@ -95,3 +96,20 @@ def test_a_list_is_no_value_of_an_option_whose_values_were_renamed(tmp_path: Pat
     convert = {"mechanism": "gla", "options": {"rope": ["off"]}}
     with pytest.raises(LinearizeError, match="rope: must be one of"):
         load_recipe(written(tmp_path, values(old=False) | {"convert": convert}))
+
+
+def test_what_is_gone_is_answered_by_what_to_do(tmp_path: Path) -> None:
+    for changes, names in (
+        ({"teacher": {"model": "x", "logits": "y"}}, ("teacher.logits", "teacher.model")),
+        ({"stages": [{**STAGE, "kind": "on_policy_kl", "loss": {"prompt": 4}}]}, ("on_policy_kl", "logit_kl")),
+    ):
+        with pytest.raises(LinearizeError) as caught:
+            load_recipe(written(tmp_path, {**values(old=False), **changes}))
+        assert (caught.value.code, holds(caught.value.message, *names)) == (Exit.USAGE, True)
+
+
+def test_a_record_of_a_run_that_did_not_use_what_is_gone_is_read(tmp_path: Path) -> None:
+    recipe = {**values(old=False), "teacher": {"model": "x"}}
+    recorded = Recipe.model_validate(recipe).resolved()
+    recorded["teacher"]["logits"] = None
+    assert load_recipe(written(tmp_path, recorded)).resolved() == Recipe.model_validate(recipe).resolved()

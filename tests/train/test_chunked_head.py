@@ -12,14 +12,10 @@ import torch
 from conftest import relative_error, with_slow
 from training import T, base, make_recipe, metrics, stage, tensors, train
 
-from linearize.data.logits import INDICES, REST, VALUES
-from linearize.errors import LinearizeError
 from linearize.estimate.memory import Rehearsal
 from linearize.measure.evaluate import sums_of
 from linearize.train import chunked_head
 from linearize.train.loop import set_checkpointing
-from linearize.train.losses import top_logits
-from linearize.train.runtime import check_divided
 from linearize.train.save import load_converted
 from linearize.train.stages import end_to_end_loss
 from linearize.train.student import Student
@@ -103,27 +99,13 @@ def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
     assert logits(T // 8) < 0.8 * logits(None)
 
 
-def test_shards_of_deepspeed_are_refused(root: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new", loss={"chunk_size": 8}))
-    check_divided(recipe, zero=False)
-    with pytest.raises(LinearizeError, match=r"loss\.chunk_size.*DeepSpeed's.*--use_fsdp"):
-        check_divided(recipe, zero=True)
-
-
-@pytest.mark.parametrize("stored", [False, True], ids=["its own teacher", "stored logits"])
-def test_long_rows_are_evaluated_in_parts(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
-) -> None:
+def test_long_rows_are_evaluated_in_parts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same scores, and never more logits than READ_AT_ONCE."""
     model = load_converted(base(root, "llama"), torch.float32, False)
     student = Student(model)
     ids = torch.randint(model.config.vocab_size, (2, T))
     places = torch.arange(T).expand(2, -1)
     batch = {"input_ids": ids, "position_ids": places, "labels": ids, "valid": torch.ones_like(ids).bool()}
-    if stored:
-        with student.teacher() as teacher, torch.no_grad():
-            top = top_logits(teacher(input_ids=ids).logits, 8)
-        batch |= {VALUES: top.values, INDICES: top.indices, REST: top.rest}
     whole = sums_of(model, batch, contextlib.nullcontext, student)
     seen = []
     original = chunked_head.head

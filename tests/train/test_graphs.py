@@ -128,7 +128,7 @@ def test_a_stage_ends_with_its_speed(root: Path, tmp_path: Path, monkeypatch: py
         finetune(make_recipe(tmp_path / str(on), base(root, "llama"), one), say=said.append)
     assert metrics(tmp_path / "True") == metrics(tmp_path / "False")
     (line,) = [text for text in said if "tokens/s" in text]
-    share = re.search(r"([\d.]+)% of the card's products", line)
+    share = re.search(r"([\d.]+)% of the card's peak FLOP/s", line)
     assert share
     assert float(share[1]) > 0
     assert "waits 100" in line

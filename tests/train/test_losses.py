@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearize.train.losses import (
-    TopLogits,
     logit_kl,
     next_token_ce,
     relative_mse,
     shared,
-    target_log_probs,
-    top_kl,
-    top_logits,
 )
 
 B, T, V = 2, 5, 11
@@ -74,77 +69,10 @@ def test_kl_gradcheck(chunk: int | None) -> None:
     assert torch.autograd.gradcheck(thrice, student)
 
 
-def literal_top_kl(student: Tensor, teacher: Tensor, k: int, valid: Tensor, tau: float) -> Tensor:
-    """The formula, token by token, on probabilities."""
-    found = student.new_zeros(())
-    for z, y in zip(student[valid], teacher[valid], strict=True):
-        p, q = (y / tau).softmax(-1), (z / tau).softmax(-1)
-        top = y.argsort(descending=True)[:k]
-        found = found + (p[top] * (p[top] / q[top]).log()).sum()
-        if k < V:
-            others = [i for i in range(V) if i not in top.tolist()]
-            found = found + p[others].sum() * (p[others].sum() / q[others].sum()).log()
-    return tau**2 * found / valid.sum()
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize(("k", "tau"), [(1, 1.0), (4, 2.0), (V - 3, 0.7), (V, 2.0)])
-def test_kl_of_the_top_is_the_literal_formula(k: int, tau: float, chunk: int | None) -> None:
-    student, teacher, valid = logits(0).requires_grad_(), logits(1), some_valid()
-    top = top_logits(teacher, k, temperature=tau, chunk_size=chunk)
-    torch.testing.assert_close(torch.logaddexp(top.values.logsumexp(-1), top.rest).exp(), torch.ones_like(top.rest))
-    loss = top_kl(student, top, valid, temperature=tau, chunk_size=chunk)
-    expected = literal_top_kl(student, teacher, k, valid, tau)
-    torch.testing.assert_close(loss, expected)
-    assert_same_gradient(loss, expected, student)
-    whole = logit_kl(student, teacher, valid, temperature=tau)
-    if k == V:
-        torch.testing.assert_close(loss, whole)
-        again = top_kl(student, top, valid, temperature=tau, chunk_size=chunk)
-        assert_same_gradient(again, whole, student)
-    else:
-        assert loss < whole
-
-
-@pytest.mark.parametrize("k", [1, 4, V])
-def test_kl_of_the_top_gradcheck(k: int) -> None:
-    student, valid = logits(0).requires_grad_(), some_valid()
-    top = top_logits(logits(1), k, temperature=1.5)
-    assert torch.autograd.gradcheck(lambda s: 3 * top_kl(s, top, valid, temperature=1.5, chunk_size=3), student)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(0, 2**31), st.floats(0.0, 30.0), st.integers(1, V))
-def test_kl_of_the_top_is_a_lower_bound(seed: int, scale: float, k: int) -> None:
-    student, teacher, valid = logits(seed, scale=scale), logits(seed + 1, scale=scale), some_valid()
-    found = top_kl(student, top_logits(teacher, k), valid).item()
-    assert -1e-12 <= found <= logit_kl(student, teacher, valid).item() + 1e-9
-
-
-def test_kl_of_the_top_keeps_its_digits_where_the_rest_is_small() -> None:
-    """The rest's log-probability is a sum over the rest: one minus the top would be 0 in float32."""
-    student, valid = torch.zeros(1, 1, V), torch.ones(1, 1, dtype=torch.bool)
-    student[..., 0] = 40.0
-    top = TopLogits(torch.full((1, 1, 1), -0.1), torch.zeros(1, 1, 1, dtype=torch.int32), torch.full((1, 1), -2.352168))
-    (gradient,) = torch.autograd.grad(top_kl(x := student.requires_grad_(), top, valid), x)
-    expected = -0.1 * torch.tensor(-0.1).exp() + torch.tensor(-2.352168).exp() * (-2.352168 + 40.0 - math.log(V - 1))
-    assert top_kl(student, top, valid).item() == pytest.approx(expected.item(), rel=1e-5)
-    assert torch.isfinite(gradient).all()
-    torch.testing.assert_close(gradient[0, 0, 1:], torch.full((V - 1,), -math.exp(-2.352168) / (V - 1)))
-
-
 def test_padding_of_vocabularies_is_cut_to_what_both_have() -> None:
     wide = torch.cat([logits(1), torch.full((B, T, 3), 9.0, dtype=torch.float64)], -1)
     ours, theirs = shared(logits(0), wide)
     assert torch.equal(logit_kl(ours, theirs, some_valid()), logit_kl(logits(0), logits(1), some_valid()))
-
-
-def test_log_probabilities_of_targets() -> None:
-    targets = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(2))
-    targets[0, 1] = -100
-    expected = logits(0).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    expected[0, 1] = 0.0
-    torch.testing.assert_close(target_log_probs(logits(0), targets), expected)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -173,12 +101,11 @@ def losses_of(z: Tensor) -> dict[str, Callable[..., Tensor]]:
     teacher, labels = logits(1, z.dtype), torch.randint(V, (B, T), generator=torch.Generator().manual_seed(2))
     return {
         "kl": lambda taken, **kw: logit_kl(z, teacher, taken, temperature=2.0, **kw),
-        "top": lambda taken, **kw: top_kl(z, top_logits(teacher, 3, temperature=2.0), taken, temperature=2.0, **kw),
         "ce": lambda taken, **kw: next_token_ce(z, torch.where(taken, labels, -100), **kw),
     }
 
 
-@pytest.mark.parametrize("name", ["kl", "top", "ce"])
+@pytest.mark.parametrize("name", ["kl", "ce"])
 def test_micro_batches_add_up_to_the_mean_over_the_step(name: str) -> None:
     z = logits(0).requires_grad_()
     loss = losses_of(z)[name]
@@ -191,7 +118,7 @@ def test_micro_batches_add_up_to_the_mean_over_the_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [None, 0, 6.0])
-@pytest.mark.parametrize("name", ["kl", "top", "ce"])
+@pytest.mark.parametrize("name", ["kl", "ce"])
 def test_no_valid_token_is_zero_with_zero_gradient(name: str, num_tokens: float | None) -> None:
     z = logits(0, torch.float32).fill_(float("nan")).requires_grad_()
     loss = losses_of(z)[name](torch.zeros(B, T, dtype=torch.bool), num_tokens=num_tokens)
@@ -283,16 +210,14 @@ class MemoryMeter(TorchDispatchMode):
             self.widest = max(self.widest, storage.nbytes())
 
 
-@pytest.mark.parametrize("name", ["kl", "top", "ce"])
+@pytest.mark.parametrize("name", ["kl", "ce"])
 def test_float32_exists_only_by_the_chunk(name: str) -> None:
     tokens, vocabulary, chunk = 64, 4096, 128
     student = torch.randn(1, tokens, vocabulary, dtype=torch.bfloat16).requires_grad_()
     teacher = torch.randn(1, tokens, vocabulary, dtype=torch.bfloat16)
     valid, labels = torch.ones(1, tokens, dtype=torch.bool), torch.randint(vocabulary, (1, tokens))
-    top = top_logits(teacher, 8)
     ours: dict[str, Callable[[], Tensor]] = {
         "kl": lambda: logit_kl(student, teacher, valid, temperature=2.0, chunk_size=chunk),
-        "top": lambda: top_kl(student, top, valid, chunk_size=chunk),
         "ce": lambda: next_token_ce(student, labels, chunk_size=chunk),
     }
     with MemoryMeter(student, teacher) as meter:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run
-from linearize.measure.continuation import continued
+from linearize.measure.free_generation import continued
 from linearize.recipe.data import OwnText
 from linearize.recipe.recipe import Recipe
 from linearize.train import own_text
@@ -255,7 +255,6 @@ def test_chats_without_a_template_are_refused_before_the_conversion(
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"teacher": {"tokens": 5, "prompts": "none.jsonl"}}, {}, "none.jsonl"),
-    ({"teacher": {"tokens": 5}}, {"teacher": {"logits": "x"}}, "teacher.model"),
     ({"teacher": {"tokens": 5, "prompts": "chat", "stop": "never"}}, {}, "stop"),
     ({"teacher": {"tokens": 5, "prompts": "a.csv"}}, {}, "a.csv"),
     ({"teacher": {"token": 5}}, {}, "tokens"),
