@@ -24,6 +24,7 @@ from .terminal.progress import imports, progress
 # What the extras are for, as docs/install.md says at length.
 PURPOSES = {
     "train": "data of the Hub, .zst and .parquet",
+    "deepspeed": "ZeRO-3",
     "vision": "images",
     "augment": "data.augment: randaugment",
     "diffusers": "diffusion pipelines",

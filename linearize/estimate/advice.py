@@ -75,7 +75,7 @@ def changes(values: Values, cost: Cost) -> Iterator[Values]:
     moved = [stage for stage, _ in large if trains_source(stage["train"])]
     # FSDP2 shards weights once, in one dtype for all stages.
     alike = [stage for stage in values["stages"] if trains_source(stage["train"])] if moved and sharded() else moved
-    full = [stage["name"] for stage in alike if stage["optimizer"]["memory"] == "full"]
+    full = [stage["name"] for stage in alike if stage["optimizer"]["memory"] == "full" and not sharded("DEEPSPEED")]
     if full:
         yield {f"stages.{name}.optimizer.memory": "small" for name in full}
     adapters: Values = {}

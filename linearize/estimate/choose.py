@@ -51,7 +51,7 @@ def without_auto(recipe: Recipe) -> Recipe:
     if values["runtime"]["gradient_checkpointing"] == "auto":
         values["runtime"]["gradient_checkpointing"] = recipe.runtime.offload_activations
     of_source = [stage for stage in values["stages"] if trains_source(stage["train"])]
-    alike = sharded() and any(stage["optimizer"]["memory"] == "small" for stage in of_source)
+    alike = sharded("FSDP") and any(stage["optimizer"]["memory"] == "small" for stage in of_source)
     for stage in values["stages"]:
         if stage["optimizer"]["memory"] == "auto":
             stage["optimizer"]["memory"] = "small" if alike and stage in of_source else "full"
@@ -76,7 +76,7 @@ def choose(
         say("activations are computed again in the backward pass (gradient_checkpointing): all of them do not fit")
     open_stages = [stage.optimizer.memory == "auto" for stage in recipe.stages]
     changed = False
-    tight = [one for one in cost.too_large if open_stages[cost.stages.index(one)]]
+    tight = [] if sharded("DEEPSPEED") else [one for one in cost.too_large if open_stages[cost.stages.index(one)]]
     first = next((one.stage.name for one in tight if sharded() and trains_source(one.stage.train)), "")
     for asked, one, stage in zip(open_stages, cost.stages, values["stages"], strict=True):
         if one in tight:

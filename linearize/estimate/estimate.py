@@ -153,7 +153,7 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
     model = rehearsal.model
     targets = lora_targets(model)
     of_disk = disk(rehearsal, found, max_steps)
-    chunks = not obstacle(model)
+    chunks = not obstacle(model) and not sharded("DEEPSPEED")
     beside = around(rehearsal, found, device)
     return Cost(device, processes(), found, of_disk, beside, model.supports_gradient_checkpointing, targets, chunks)
 
@@ -174,9 +174,11 @@ def lora_targets(model: Any) -> tuple[str, ...]:
     return tuple(inside)
 
 
-def sharded() -> bool:
-    """Whether the launcher says that weights are divided among processes."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+def sharded(*by: str) -> bool:
+    """Whether the launcher says that weights are divided among processes, `by` FSDP or DEEPSPEED, or by either."""
+    return any(
+        os.environ.get(f"ACCELERATE_USE_{how}", "false").lower() == "true" for how in by or ("FSDP", "DEEPSPEED")
+    )
 
 
 def disk(rehearsal: Rehearsal, costs: list[StageCost], max_steps: int | None = None) -> dict[str, int]:

@@ -78,7 +78,7 @@ class Step:
         if not self.wide:
             return contextlib.nullcontext
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
-        kept = caches_casts(self.recipe)
+        kept = caches_casts(self.recipe, zero=False)
         return lambda: torch.autocast(device.type, dtype, cache_enabled=kept)
 
     def micro_batch(

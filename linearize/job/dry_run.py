@@ -64,7 +64,7 @@ def dry_run(
             job.resolve_auto()
             recipe = job.recipe
             if sharded():
-                check_divided(recipe)
+                check_divided(recipe, zero=sharded("DEEPSPEED"))
             rehearsal = job.rehearse(advance=advance)
             check_fit(job, rehearsal.model)
             try:

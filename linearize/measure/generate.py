@@ -220,7 +220,8 @@ def check_compiles(model: Any) -> None:
 
 def check_tokens(model: Any, highest: int) -> None:
     """Raise LinearizeError (exit 3) for a token, the `highest` of a text, that a model's embedding does not have."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    weight = model.get_input_embeddings().weight
+    rows = getattr(weight, "ds_shape", weight.shape)[0]  # of DeepSpeed's shards, the whole
     if highest >= rows:
         raise LinearizeError(
             f"the tokenizer makes token {highest}, the model's embedding has {rows} rows: they do not belong together. "

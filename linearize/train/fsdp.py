@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from linearize_kernels.hf.attention_hooks import mixers_of
 
 from ..errors import IncompatibleError
+from .deepspeed_zero3 import flat
 
 
 def read_plugin(precision: str) -> FullyShardedDataParallelPlugin | None:
@@ -29,9 +30,6 @@ def read_plugin(precision: str) -> FullyShardedDataParallelPlugin | None:
 
     Raises LinearizeError (exit 3) for what is not supported.
     """
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        message = "DeepSpeed is not supported: launch with --use_fsdp --fsdp_version 2, which divides the same weights"
-        raise IncompatibleError(message)
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     # Every process reads the files; accelerate's broadcast knows nothing of parameters that stay whole.
@@ -100,16 +98,28 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    getattr(model, "release_gathered", lambda: None)()
+
+
+def optimizer_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """What the optimizer sees of a model's parameter: itself, or its shard under DeepSpeed (deepspeed_zero3.py)."""
+    return getattr(parameter, "shard", parameter)
 
 
 def whole(tensor: Tensor, parameter: Tensor) -> Tensor:
     """All of a tensor that may be in shards as `parameter` is; every process must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shape = getattr(parameter, "full_shape", tensor.shape)
+    return tensor.full_tensor().view(-1)[: shape.numel()].view(shape)
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:
     """`value`, which every process has whole, divided as `parameter` is; numbers such as a step count stay."""
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+    shape = getattr(parameter, "full_shape", parameter.shape)
+    if not isinstance(parameter, DTensor) or value.shape != shape:
         return value
     value = value.to(parameter.device)
+    if value.shape != parameter.shape:
+        value = flat(value, parameter)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

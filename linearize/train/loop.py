@@ -38,7 +38,7 @@ from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
 from .compiled import CompiledLayers, compiles
 from .drop_path import dropping
-from .fsdp import like, whole
+from .fsdp import like, reshard, whole
 from .graphs import LEAST_STEPS, PLAIN_STEPS, GraphedSteps, unrecordable
 from .losses import IGNORED
 from .offload import Host, offloaded
@@ -377,6 +377,7 @@ class StageLoop:
             group["lr"] = lr * group["factor"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.graphed is None)  # a recording adds to gradients where they lie
+        reshard(self.owner.model)  # DeepSpeed leaves weights gathered whose module's input has no gradient
 
     def _micro_batch(self, batch: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of one micro batch; returns its share of the step's loss and of the loss's terms,

@@ -14,12 +14,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, patch_environment
 
 from ..data.packing import TextSource
 from ..errors import IncompatibleError, ResourceError, leaves, redact
 from ..recipe.data import TeacherSource, local_paths
 from ..recipe.recipe import Recipe, Stage, portable, trains_source
+from .deepspeed_zero3 import INSTEAD, read_config
 from .device import on_cpu, resolve_precision
 from .fsdp import read_plugin
 from .small_adamw import SmallAdamW
@@ -69,18 +70,21 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     track = None if recipe.track.to == "none" else recipe.track.to
     # Another run in this process may have had another precision, which accelerate would hold against this one.
     AcceleratorState._reset_state(True)
-    plugin = read_plugin(precision)
-    if plugin:
-        check_divided(recipe)
-    casts = AutocastKwargs(cache_enabled=caches_casts(recipe))
-    accelerator = Accelerator(
-        mixed_precision=precision,
-        cpu=on_cpu(recipe),
-        log_with=track,
-        project_dir=str(folder),
-        fsdp_plugin=plugin,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE), casts],
-    )
+    plugin, zero = read_plugin(precision), read_config(recipe, precision)
+    if plugin or zero:
+        check_divided(recipe, zero=zero is not None)
+    casts = AutocastKwargs(cache_enabled=caches_casts(recipe, zero is not None))
+    handlers = [InitProcessGroupKwargs(timeout=PATIENCE), casts]
+    # accelerate would give DeepSpeed the optimizer as well.
+    with patch_environment(accelerate_use_deepspeed="false"):
+        accelerator = Accelerator(
+            mixed_precision=precision,
+            cpu=on_cpu(recipe),
+            log_with=track,
+            project_dir=str(folder),
+            fsdp_plugin=plugin,
+            kwargs_handlers=handlers,
+        )
     if accelerator.distributed_type not in SUPPORTED:
         kind = accelerator.distributed_type.value
         raise IncompatibleError(f"{kind} is not supported; launch with plain data parallelism or FSDP2")
@@ -88,12 +92,20 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     return accelerator
 
 
-def check_divided(recipe: Recipe) -> None:
-    """Refuse (exit 3), where FSDP2 divides weights, a small optimizer next to a full one: it shards the source's
-    weights once, in one dtype for all stages."""
+def check_divided(recipe: Recipe, *, zero: bool) -> None:
+    """Refuse (exit 3) what does not know DeepSpeed's shards; and, where FSDP2 divides weights, an optimizer in little
+    memory beside one of full size, for it shards the source's weights once, in one dtype for all stages."""
+    small = [stage for stage in recipe.stages if stage.optimizer.memory == "small"]
+    apart = [stage.name for stage in recipe.stages if stage.chunk_size]
+    if zero and small:
+        message = f"{small[0].name}: optimizer.memory small does not know DeepSpeed's shards. Set it to full, {INSTEAD}"
+        raise IncompatibleError(message)
+    if zero and apart:
+        message = f"{apart[0]}: loss.chunk_size does not know DeepSpeed's shards. Set it to null, {INSTEAD}"
+        raise IncompatibleError(message)
     moved = [stage for stage in recipe.stages if trains_source(stage.train)]
     full = [stage.name for stage in moved if stage.optimizer.memory == "full"]
-    narrow = [stage.name for stage in moved if stage.optimizer.memory == "small"]
+    narrow = [stage.name for stage in moved if stage in small]
     if narrow and full:
         raise IncompatibleError(
             f"{narrow[0]} has optimizer.memory small, {full[0]} has full. Both train weights of the source, and FSDP2 "
@@ -139,13 +151,13 @@ def clip(parameters: Iterable[torch.nn.Parameter], most: float) -> torch.Tensor:
     return norm
 
 
-def caches_casts(recipe: Recipe) -> bool:
+def caches_casts(recipe: Recipe, zero: bool) -> bool:
     """Whether autocast keeps its casts of weights for the whole of a forward pass.
 
-    Not with gradient checkpointing: a pass casts each weight once anyway, and the casts of all layers at once are 2
-    bytes for each parameter that trains.
+    Not with DeepSpeed, which frees the weights. Nor with gradient checkpointing: a pass casts each weight once anyway,
+    and the casts of all layers at once are 2 bytes for each parameter that trains.
     """
-    return not recipe.runtime.gradient_checkpointing
+    return not zero and not recipe.runtime.gradient_checkpointing
 
 
 def make_schedule(stage: Stage, steps: int) -> Callable[[int], float]:

@@ -54,6 +54,7 @@ from ..terminal.output import counted, nats, percent
 from ..terminal.tables import row_name
 from ..verify.child.inputs import make_inputs, most_tokens
 from .chunked_head import obstacle
+from .deepspeed_zero3 import partition, read_config
 from .drop_path import layers_of
 from .fit import Fit
 from .fsdp import reshard, shard, whole
@@ -99,7 +100,8 @@ class Finetuner:
         self.steps_before: dict[str, int] = {}  # of each stage that a tracker got metrics of
         self.wide = accelerator.mixed_precision != "no"
         self.computes = COMPUTES[accelerator.mixed_precision]
-        self.sharded = accelerator.state.fsdp_plugin is not None
+        self.zero = read_config(recipe, accelerator.mixed_precision)
+        self.sharded = self.zero is not None or accelerator.state.fsdp_plugin is not None
 
     def load(self, folder: Path, named: Named | None = None) -> None:
         """Model, tokenizer and data, with every check that must not wait until a stage begins; `named` is the recipe's
@@ -156,7 +158,10 @@ class Finetuner:
         if self.wide:
             self.student.keep_stream()
             self.student.widen(names, small)
-        shard(self.model, self.accelerator, names)
+        if self.zero is None:
+            shard(self.model, self.accelerator, names)
+        else:
+            partition(self.model, self.accelerator, self.zero, names)
 
     def whole_student(self) -> Student:
         """The trained model in one piece, in the main process: from shards, the base and the last checkpoint's."""

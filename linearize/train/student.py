@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import IncompatibleError, did_you_mean
 from ..recipe.recipe import Stage
-from .fsdp import is_divided, like, reshard, whole
+from .fsdp import is_divided, like, optimizer_parameter, reshard, whole
 
 ADAPTER = "default"
 
@@ -49,13 +49,13 @@ class Student:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether there is anything to learn from: its own softmax or another model."""
-        return self.own_teacher or self.other is not None
+        """Whether there is anything to learn from: its own softmax, another model, or predictions with the data."""
+        return self.own_teacher or self.other is not None or self.vocabulary is not None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's, by names that stay when peft moves an adapted weight into `base_layer`."""
+        """The model's, or their shards, by names that stay when peft moves an adapted weight into `base_layer`."""
         for name, parameter in self.model.named_parameters():
-            yield name.replace(".base_layer.", "."), parameter
+            yield name.replace(".base_layer.", "."), optimizer_parameter(parameter)
 
     # ------------------------------------------------------------ what trains
 
@@ -221,7 +221,7 @@ class Student:
         new: dict[str, nn.Parameter] = {}
         for module in self.model.modules():
             for key, parameter in module._parameters.items():
-                name = names.get(id(parameter), "")
+                name = names.get(id(optimizer_parameter(parameter)), "")
                 if name not in values or parameter is None:
                     continue
                 if name not in old:  # a tied weight comes twice
@@ -232,10 +232,11 @@ class Student:
     @staticmethod
     def _exchange(parameter: nn.Parameter, value: Tensor) -> tuple[Tensor, nn.Parameter]:
         """What to keep of a parameter, and what to put where it was, so that `value` is there."""
-        if isinstance(parameter, DTensor):
-            kept = parameter.detach().clone()
+        shard = optimizer_parameter(parameter)
+        if isinstance(shard, DTensor):
+            kept = shard.detach().clone()
             with torch.no_grad():
-                parameter.copy_(value)
+                shard.copy_(value)
             return kept, parameter
         value = whole(value, value)
         return parameter, value if isinstance(value, nn.Parameter) else nn.Parameter(value, False)
@@ -243,7 +244,7 @@ class Student:
     @contextlib.contextmanager
     def as_student(self, module: nn.Module) -> Iterator[None]:
         """Within a teacher pass: one module has the student's weights and adapters again."""
-        inside = {id(p) for p in module.parameters()}
+        inside = {id(optimizer_parameter(p)) for p in module.parameters()}
         names = {n for n, p in self.named_parameters() if id(p) in inside and n in self._aside}
         source = self._swap({name: self._aside[name] for name in names})
         try:

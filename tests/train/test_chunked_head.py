@@ -12,10 +12,12 @@ import torch
 from conftest import relative_error, with_slow
 from training import T, base, make_recipe, metrics, stage, tensors, train
 
+from linearize.errors import LinearizeError
 from linearize.estimate.memory import Rehearsal
 from linearize.measure.evaluate import sums_of
 from linearize.train import chunked_head
 from linearize.train.loop import set_checkpointing
+from linearize.train.runtime import check_divided
 from linearize.train.save import load_converted
 from linearize.train.stages import end_to_end_loss
 from linearize.train.student import Student
@@ -97,6 +99,13 @@ def test_the_logits_take_less(root: Path, tmp_path: Path) -> None:
         return found.saved
 
     assert logits(T // 8) < 0.8 * logits(None)
+
+
+def test_shards_of_deepspeed_are_refused(root: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new", loss={"chunk_size": 8}))
+    check_divided(recipe, zero=False)
+    with pytest.raises(LinearizeError, match=r"loss\.chunk_size.*DeepSpeed's.*--use_fsdp"):
+        check_divided(recipe, zero=True)
 
 
 def test_long_rows_are_evaluated_in_parts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

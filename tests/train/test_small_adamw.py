@@ -140,15 +140,17 @@ def test_shards_that_cannot_are_refused(root: Path, tmp_path: Path, monkeypatch:
     full = stage("logit_kl", "mixer", name="first")
     small = stage("logit_kl", "all", name="last", optimizer=SMALL)
     recipe = make_recipe(tmp_path, base(root, "llama"), full, small)
+    with pytest.raises(LinearizeError, match=r"last.*optimizer\.memory.*DeepSpeed's"):
+        check_divided(recipe, zero=True)
     with pytest.raises(LinearizeError, match=r"optimizer\.memory.*memory=small"):
-        check_divided(recipe)
+        check_divided(recipe, zero=False)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     for asked in (lambda: dry_run(recipe, print), lambda: train(recipe)):
         with pytest.raises(LinearizeError, match=r"optimizer\.memory"):
             asked()
     alike = {**full, "optimizer": SMALL}
-    check_divided(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new"), alike, small))
+    check_divided(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", "new"), alike, small), zero=False)
 
 
 def test_blocks_end_with_rows() -> None:
