@@ -453,14 +453,6 @@ def test_an_index_that_is_damaged_is_not_pushed(
     assert (code, holds(message, *wanted)) == (Exit.INCOMPATIBLE, True), message
 
 
-def test_a_tokenizer_beside_code_that_does_not_run(
-    linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (place / "ours" / "gsa.py").write_text("")
-    code, message = told(linearize, place, monkeypatch, "finetune", "model.trust_remote_code=true", "teacher.model=source")
-    assert (code, holds(message, "tokenizer", "loaded")) == (Exit.INCOMPATIBLE, True), message
-
-
 # ---------------------------------------------------------------- what is gone, or cannot be made
 
 
