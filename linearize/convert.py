@@ -200,7 +200,7 @@ def writes_no_text(natives: SourceClasses) -> bool:
 
 def check_scored(natives: SourceClasses, flag: str) -> None:
     """Raise LinearizeError (exit 3) where `auto` has no data to compare predictions on."""
-    from .data.batches import check_trains, kind_of
+    from .data.kinds import check_trains, kind_of
 
     try:
         check_trains(natives.meta, kind_of(natives.meta))

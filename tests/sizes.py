@@ -67,7 +67,7 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "la": (
         {"feature_map": "hedgehog", **NEAR},
         {"feature_map": "hedgehog", "slope": 0.99, "window": 64},
-        BIDIRECTIONAL | {"feature_map": "hedgehog", "window": 16, "sink": 1},
+        BIDIRECTIONAL | {"feature_map": "hedgehog", "window": 32, "sink": 1},
         BIDIRECTIONAL | {"feature_map": "hedgehog"},
     ),
     "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BIDIRECTIONAL, PUBLISHED),

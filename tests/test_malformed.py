@@ -181,7 +181,6 @@ def test_config_weights_and_tokenizer_that_do_not_belong_together(
         "convert source --to gsa --set slots=4 -o out --keep-softmax auto:1 --score-text train.jsonl",
         "convert source --to gsa --set slots=4 -o out --layers 0 --kept-window auto:16 --score-text train.jsonl",
         "finetune recipe.yaml 'data.train={teacher: {tokens: 9, length: 8, prompts: train.jsonl}}'",
-        "logits recipe.yaml teacher.model=source -o logits --top 4",
     ],
 )
 def test_tokens_that_the_embedding_does_not_have(

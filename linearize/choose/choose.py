@@ -20,19 +20,10 @@ from torch import Tensor
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source
 from ..convert import Pricer
-from ..data.batches import (
-    Batch,
-    Samples,
-    by_length,
-    collate,
-    has_head,
-    hidden_patches,
-    is_numbers,
-    kind_of,
-    open_processor,
-)
+from ..data.batches import Batch, Samples, by_length, collate, hidden_patches, is_numbers, open_processor
 from ..data.documents import check_enough
 from ..data.images import Images, Labelled, find_images
+from ..data.kinds import has_head, kind_of
 from ..data.masked import MaskedBlocks
 from ..data.packing import TextSource, build_blocks
 from ..errors import IncompatibleError, LinearizeError, reason_of

@@ -196,7 +196,7 @@ def evaluate(
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
     from linearize_kernels.hf.attention_hooks import mixers_of
 
-    from ..data.batches import has_head
+    from ..data.kinds import has_head
     from ..measure.answers import compare_answers
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
     from ..measure.embeddings import compare_embeddings

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -40,34 +40,19 @@ from ..recipe.data import (
 from ..recipe.recipe import Recipe, Stage
 from ..train.losses import IGNORED, next_token_targets
 from ..train.runtime import stage_steps, to_source
-from ..verify.child.inputs import make_inputs
 from .augment import Augment
 from .cache_key import digest, identity
 from .documents import TextSource, check_enough
 from .images import Images, find_images, image_files
+from .kinds import Kind, check_trains, has_head, kind_of
 from .masked import MaskedBlocks
 from .packing import Blocks, MixedBlocks, build_blocks
 
 Batch = dict[str, Tensor]
 Samples = Blocks | MixedBlocks | MaskedBlocks | Images
-Kind = Literal["text", "masked", "images"]
 HASHED_IMAGES = 2**30  # bytes of a folder whose contents are compared when a run goes on
 FEW_IMAGES = 16  # of a step; docs/vision.md has what one a step did
 INPUTS = ("input_ids", "position_ids", "attention_mask", "pixel_values", "bool_masked_pos")
-
-
-def kind_of(model: Any) -> Kind:
-    """What a model is trained on."""
-    if model.main_input_name == "pixel_values":
-        return "images"
-    return "text" if model.can_generate() else "masked"
-
-
-def has_head(model: Any) -> bool:
-    """Whether it predicts tokens or classes; transformers calls a model without head ...Model, and ...WithProjection
-    where it also puts out a vector of the whole."""
-    name = type(model).__name__.removesuffix("WithProjection").removesuffix("LMHeadModel")
-    return not name.endswith("Model")
 
 
 def run(model: Any, batch: Batch, *, head: bool | int = True) -> Any:
@@ -349,26 +334,6 @@ def source_hash(source: Any, start: Path) -> str:
     else:
         facts = identity(to_source(source, "text", start))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def check_trains(model: Any, kind: Kind) -> None:
-    """Refuse (exit 3) a model that is no model of single images, of one text, or of masked text."""
-    name, instead = type(model).__name__, "Train its mixers in a loop of your own: they are ordinary parameters"
-    inputs = make_inputs(model, 1, 4)
-    if kind != "images" and model.main_input_name != "input_ids":
-        message = f"{name} takes {model.main_input_name}, and finetune has data of text and of images alone"
-    elif kind != "images" and model.config.is_encoder_decoder:
-        message = f"{name} reads one text and writes another, and finetune has data of single texts alone"
-    elif [*inputs] != [model.main_input_name]:
-        message = f"{name} takes {' and '.join(inputs)} together, and finetune has data of one of them alone"
-    elif kind == "images" and inputs["pixel_values"].ndim != 4:
-        message = f"{name} takes video, and finetune has data of text and of images alone"
-    elif kind == "masked" and has_head(model) and model.get_output_embeddings() is None:
-        message = f"{name} predicts no tokens, and of text finetune has no other labels"
-        instead = "Convert the model with its head for masked tokens, or without a head (feature_cosine)"
-    else:
-        return
-    raise IncompatibleError(f"{message}. {instead}")
 
 
 def check_vocabulary(tokenizer: Any, model: Any, data: list[Samples]) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from linearize_kernels.hf.attention_hooks import mixers_of
 
-from ..data.batches import kind_of, limits, token_limit, tokens_per_sample
+from ..data.batches import limits, token_limit, tokens_per_sample
+from ..data.kinds import kind_of
 from ..demo import BYTES
 from ..errors import Exit, LinearizeError
 from ..recipe.data import DemoSource, FileSource, TeacherSource, holds_images, local_paths, parts_of

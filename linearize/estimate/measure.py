@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..bench.timing import device_ms, wait
-from ..data.batches import kind_of, tokens_per_sample
+from ..data.batches import tokens_per_sample
+from ..data.kinds import kind_of
 from ..recipe.recipe import AttentionTransfer, Stage
 from ..terminal.progress import Advance, progress, silent
 from ..train.device import on_cpu

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from linearize_kernels.hf.attention_hooks import evaluating
 
-from ..data.batches import Batch, has_head, kind_of
+from ..data.batches import Batch
+from ..data.kinds import has_head, kind_of
 from ..measure.evaluate import sums_of
 from ..recipe.recipe import AttentionTransfer, FeatureCosine, Recipe, Stage
 from ..train.compiled import CompiledLayers, compiles

@@ -13,8 +13,8 @@ from ..checkpoint.provenance import behind, check_code
 from ..checkpoint.source import Source
 from ..checkpoint.upgrade import plan_upgrade, upgrade
 from ..convert import UNREAD, convert, unread
-from ..data.batches import kind_of
 from ..data.documents import TextSource, check_chats, check_enough
+from ..data.kinds import kind_of
 from ..measure.generate import load_tokenizer
 from ..plan.keep import is_auto
 from ..recipe.data import CHAT

@@ -18,15 +18,14 @@ from ..data.batches import (
     check_vocabulary,
     collate,
     forward,
-    has_head,
     is_dense,
     is_numbers,
-    kind_of,
     open_processor,
     open_samples,
     targets,
 )
 from ..data.images import Images
+from ..data.kinds import has_head, kind_of
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import Recipe
 from ..terminal.progress import progress

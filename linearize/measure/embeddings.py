@@ -19,9 +19,10 @@ from torch import Tensor
 from linearize_kernels.hf.attention_hooks import evaluating, mixers_of
 
 from ..checkpoint.carried import modules_of
-from ..data.batches import check_source, collate, forward, kind_of, open_processor, run
+from ..data.batches import check_source, collate, forward, open_processor, run
 from ..data.documents import plain_texts
 from ..data.images import Images, Labelled, find_images
+from ..data.kinds import kind_of
 from ..data.texts import sentences
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import Recipe

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from linearize_kernels.hf.attention_hooks import evaluating
 
-from ..data.batches import Batch, Samples, blank, collate, has_head, is_dense, is_numbers, real_tokens, targets
+from ..data.batches import Batch, Samples, blank, collate, is_dense, is_numbers, real_tokens, targets
+from ..data.kinds import has_head
 from ..errors import Exit, LinearizeError
 from ..train.chunked_head import logits_of, predictions_of, stretches
 from ..train.losses import IGNORED, cross_entropy, row_error

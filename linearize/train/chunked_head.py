@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
-from ..data.batches import INPUTS, Batch, forward, keeps_logits, kind_of
+from ..data.batches import INPUTS, Batch, forward, keeps_logits
+from ..data.kinds import kind_of
 from ..recipe.recipe import Stage
 from .fsdp import is_divided, reshard, whole
 from .predictions import Compared, predictions

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.batches import kind_of
+from ..data.kinds import kind_of
 from ..recipe.recipe import SFT, AttentionTransfer, LogitKL, Recipe, Stage
 from .drop_path import layers_of
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from linearize_kernels.hf.cuda_graphs import capture, waiting
 
-from ..data.batches import Batch, Kind
+from ..data.batches import Batch
+from ..data.kinds import Kind
 from ..recipe.recipe import SFT, AttentionTransfer, Recipe, Stage
 
 # One micro batch: its batch and the counts of the step -> its share of the loss and of the loss's terms.

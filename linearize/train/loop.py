@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..bench.timing import device_ms
 from ..data.augment import mixed
-from ..data.batches import Samples, by_length, collate, kind_of, moved, targets
+from ..data.batches import Samples, by_length, collate, moved, targets
 from ..data.images import Images
+from ..data.kinds import kind_of
 from ..data.packing import BlockOrder
 from ..errors import Exit, LinearizeError, resource_error
 from ..recipe.data import unit_of

@@ -26,14 +26,13 @@ from ..data.batches import (
     check_vocabulary,
     collate,
     forward,
-    has_head,
-    kind_of,
     open_processor,
     open_samples,
     source_hash,
     token_limit,
 )
 from ..data.documents import TextSource
+from ..data.kinds import has_head, kind_of
 from ..data.packing import BlockOrder, Blocks
 from ..errors import CheckFailedError, IncompatibleError, LinearizeError, quoted, resource_error
 from ..measure.evaluate import (

@@ -18,7 +18,7 @@ from ..checkpoint.provenance import check_code
 from ..checkpoint.shards import combined_sha256, file_hashes, known_sha256
 from ..checkpoint.source import SMALL_FILES, Source, open_source
 from ..convert import load_config
-from ..data.batches import kind_of
+from ..data.kinds import kind_of
 from ..demo import named_base
 from ..errors import IncompatibleError, LinearizeError
 from ..hub.download import download
