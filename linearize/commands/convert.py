@@ -139,6 +139,9 @@ def convert(
     of_recipe: Any = None
     by_recipe = is_recipe(model, values or [])
     if not by_recipe:
+        named = next((word for word in values or [] if "=" not in word and is_recipe(word)), None)
+        if named is not None:
+            raise LinearizeError(f"{named}: a recipe stands first: linearize convert {named} model.base={model}")
         model = model_name(model)
     with starting():
         from ..plan.mechanisms import parse_settings

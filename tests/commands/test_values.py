@@ -88,6 +88,7 @@ def test_a_recipe_converts_with_its_seed(linearize: Command, source: Path, place
         (["convert", "SOURCE", "--to", "gsa", "slot=8"], ["slot", "slots"]),
         (["convert", "SOURCE", "--to", "gsa", "slots=8", "--set", "slots=9"], ["slots", "twice"]),
         (["convert", "SOURCE", "--to", "gsa", "slots"], ["slots", "key=value"]),
+        (["convert", "SOURCE", "hybrid"], ["convert hybrid model.base="]),
         (["convert", "SOURCE", "--to", "gla", "phi=elu", "feature_map=relu"], ["phi", "feature_map", "once"]),
         (["convert", "SOURCE", "--to", "gla", "phi=elu", "features=relu"], ["phi", "features", "feature_map", "once"]),
         (["convert", "SOURCE", "--to", "gla", "phi@0=elu", "feature_map@0=elu"], ["phi@0", "feature_map@0", "once"]),
