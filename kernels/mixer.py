@@ -176,9 +176,7 @@ class Mixer(nn.Module):
         if sink and not window:
             raise ValueError(f"sink={sink}: first tokens stay exact beside a window; set window too")
         if window and not site.causal and site.grid != "line":
-            raise ValueError(
-                f"window={window}: a bidirectional window is one of text, whose tokens lie on a line. Set window=0"
-            )
+            raise ValueError(f"window={window}: a bidirectional window is one of text, whose tokens lie on a line. Set window=0")
         if window and not site.causal and sink > window:
             raise ValueError(f"sink={sink}: at most window={window} first tokens where attention is bidirectional")
         if window and not rope:
@@ -321,7 +319,9 @@ class Mixer(nn.Module):
         o, state = self.mix(q, k, v, x, layout, state)
         return (o,), state
 
-    def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor | None]:
         """o [B,T,H,Dv] and the normaliser of what `scan` returned, token by token."""
         return outputs[0], outputs[1] if len(outputs) > 1 else None
 
@@ -440,14 +440,7 @@ class Mixer(nn.Module):
         return near + (0 if self.softmax is None else tokens * len(self.softmax.groups) * row)
 
     def calibrate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        o: Tensor,
-        o_teacher: Tensor,
-        layout: TokenLayout | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
     ) -> None:
         """Set norms or gates from one batch: what `mix` got, its output o, softmax's o_teacher. Default: the norms of
         heads give the teacher's root mean square."""

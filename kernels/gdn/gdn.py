@@ -311,13 +311,8 @@ class GatedDeltaNet(Recurrent, Mixer):
         g, beta = self.gates(x)
         if self.taps == 1:
             q, k, v = self._features(q, k, v, layout.plain)
-        gate = (
-            F.silu(self.output_gate(x)).unflatten(-1, (self.site.heads, -1)) if hasattr(self, "output_gate") else None
-        )
-        return (q, k, v, g, beta, None if self.norm else read_gate, write_gate), (
-            read_gate if self.norm else None,
-            gate,
-        )
+        gate = F.silu(self.output_gate(x)).unflatten(-1, (self.site.heads, -1)) if hasattr(self, "output_gate") else None
+        return (q, k, v, g, beta, None if self.norm else read_gate, write_gate), (read_gate if self.norm else None, gate)
 
     def scan(self, inputs: Tensors, layout: TokenLayout, state: GDNState | None) -> tuple[tuple[Tensor], GDNState]:
         q, k, v, g, beta, read_gate, write_gate = inputs

@@ -90,7 +90,9 @@ obstacle = obstacle_of(_configure)
 
 
 @functools.cache
-def choose(capability: tuple[int, int], shared: int, processors: int, D: int, DV: int, dtype: torch.dtype) -> Config:
+def choose(
+    capability: tuple[int, int], shared: int, processors: int, D: int, DV: int, dtype: torch.dtype
+) -> Config:
     """The shipped configuration for (capability, D), or one that fits `shared` bytes of shared memory."""
     config = safe(shared, D, DV, dtype)
     if join_bytes(config.block_d, config.join.columns) <= shared:
@@ -356,9 +358,7 @@ def backward(call: Call, do: Tensor, dS1: Tensor | None, *parts: Tensor) -> tupl
     return *_gradients(x, s, do, dS, both), dS0
 
 
-def _gradients(
-    x: GDNProblem, s: Solved, do: Tensor, dS: Tensor, dx: tuple[Tensor, Tensor]
-) -> tuple[Tensor | None, ...]:
+def _gradients(x: GDNProblem, s: Solved, do: Tensor, dS: Tensor, dx: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
     """What follows chunk by chunk: gradients of q, k, v, g, beta and of both gates."""
     # States that share a key head each make their own part of its gradients; the sum is below.
     c, shared = x.config, x.k.shape[2] < x.E

@@ -15,17 +15,7 @@ from __future__ import annotations
 
 from ..gsa.triton_helpers import block_level, block_split, load_sums, reference
 from ..gpu.triton_helpers import (
-    chunk,
-    dot,
-    dot_given_right,
-    jit,
-    load_each,
-    load_rows,
-    parts,
-    segment_flow,
-    store_rows,
-    three_parts,
-    tl,
+    chunk, dot, dot_given_right, jit, load_each, load_rows, parts, segment_flow, store_rows, three_parts, tl,
 )
 
 

@@ -18,15 +18,7 @@ from .triton_helpers import (
     store_memory, write_strength,
 )  # fmt: skip
 from ..gpu.triton_helpers import (
-    as_operand,
-    dot_given_left,
-    dot_given_right,
-    jit,
-    load_rows,
-    parts,
-    segment_flow,
-    store_rows,
-    tl,
+    as_operand, dot_given_left, dot_given_right, jit, load_rows, parts, segment_flow, store_rows, tl,
 )
 
 

@@ -39,16 +39,7 @@ from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
 )  # fmt: skip
 from ..layout import TokenLayout, once
-from ..mixer import (
-    Bounds,
-    Mixer,
-    AttentionSite,
-    Tensors,
-    check_half_lives,
-    check_power_of_two,
-    full_precision,
-    positions,
-)
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_half_lives, check_power_of_two, full_precision, positions
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.scan import document_tokens, numbered
 from ..layers.sequences import sequence_places
@@ -389,14 +380,7 @@ class GatedSlotAttention(Mixer):
         )
 
     def calibrate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        o: Tensor,
-        o_teacher: Tensor,
-        layout: TokenLayout | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
     ) -> None:
         """Scale the output norm: each head's output comes as near to the teacher's as a factor can bring it. Beside a
         window, whose share is found afterwards, it gets the teacher's root mean square."""

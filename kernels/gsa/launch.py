@@ -172,7 +172,9 @@ def forward(call: Call, o: Tensor, K1: Tensor, V1: Tensor) -> None:
     )  # fmt: skip
 
 
-def backward(call: Call, do: Tensor, dK1: Tensor | None, dV1: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(
+    call: Call, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, g and of the entering memories."""
     x, do = GSAProblem(call, back=True), dense(do)
     if x.swept:
@@ -389,7 +391,9 @@ def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
     p, dl = s.factor(), s.factor()
     _attend(s, logits, dp, p, dl, db)
     dq = x.new(x.B, x.T, x.H, x.D, dtype=x.q.dtype)
-    s.launch(mix_kernel, s.mix, x.D, x.k, dl, s.W, *s.decays, K, None, dq, *strides(x.k), *s.counts, s.share, **carried)
+    s.launch(
+        mix_kernel, s.mix, x.D, x.k, dl, s.W, *s.decays, K, None, dq, *strides(x.k), *s.counts, s.share, **carried
+    )
 
     first: list[Tensor | None] = [None, None] if x.start[0] is None else [*x.memory_pair(x.layout.rows)]
     dK = dV = s.d

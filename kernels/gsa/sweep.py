@@ -228,9 +228,7 @@ def factors_kernel(p_g, p_d, p_W, p_n, p_strong, p_chunks, p_first, T: int, N: i
     elif i_n < count:
         at, rows, _fresh = chunk_at(p_chunks, i_b, i_n, T, C, SEGMENTS)
         gate = ((i_b * T + at) * E + i_e) * M
-        factor(
-            p_g + gate, p_d + gate, p_W + gate, p_n + i_n * E, p_strong, o_m, rows, E * M, C, BX, LEVELS, RANGE, False
-        )
+        factor(p_g + gate, p_d + gate, p_W + gate, p_n + i_n * E, p_strong, o_m, rows, E * M, C, BX, LEVELS, RANGE, False)
 
 
 # ---------------------------------------------------------------- where rows are cut into pieces

@@ -196,9 +196,7 @@ class StateLayer(CacheLayerMixin):
         self.state, stay = restored(calls[0].before, self.state), tokens - left
         if stay:
             layout = part_of(joined([call.layout for call in calls], [call.inputs[0] for call in calls]), 0, stay)
-            inputs = tuple(
-                torch.cat(parts, 1)[:, :stay] for parts in zip(*(call.inputs for call in calls), strict=True)
-            )
+            inputs = tuple(torch.cat(parts, 1)[:, :stay] for parts in zip(*(call.inputs for call in calls), strict=True))
             self.past.append(Recorded(inputs, layout, calls[0].before))
             _, self.state = self.mixer()(*inputs, layout, self.state)
 

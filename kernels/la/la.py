@@ -297,9 +297,7 @@ class LinearAttention(Mixer):
         or weights that may be negative stand beside a window."""
         super().__init__(site, rope, **near)
         if feature_map == "taylor" and self.near is not None:
-            raise ValueError(
-                "feature_map=taylor: a window shares the sum of weights, which may be negative. Set window=0"
-            )
+            raise ValueError("feature_map=taylor: a window shares the sum of weights, which may be negative. Set window=0")
         if learn_slope and not 0.0 < slope < 1.0:
             raise ValueError(f"slope={slope:g}: a learned slope starts between 0 and 1; or set learn_slope=false")
         check_power_of_two(chunk_size=chunk_size)
@@ -355,7 +353,9 @@ class LinearAttention(Mixer):
             )  # fmt: skip
         return (o, g.clamp_min(GUARD)), state
 
-    def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor | None]:
         o, g = outputs
         (v,) = beside
         return o.to(v.dtype), g

@@ -19,12 +19,7 @@ from .sequences import splice
 
 
 def short_conv(
-    y: Tensor,
-    taps: Tensor,
-    tail: Tensor | None,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    cu: Tensor | None = None,
+    y: Tensor, taps: Tensor, tail: Tensor | None, padding: Tensor | None, segments: Tensor | None, cu: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out [B,T,heads,Y] in y's dtype, and the last K-1 tokens [B,K-1,heads,Y] fp32, zero where a document had fewer.
 

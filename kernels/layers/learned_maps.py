@@ -27,16 +27,7 @@ from ..gpu.launch import dense, launch, scratch, unavailable, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import obstacle_of, target
 from ..gpu.triton_helpers import (
-    dot,
-    dot_given,
-    dot_given_left,
-    dot_given_right,
-    jit,
-    load_rows,
-    parts,
-    store_rows,
-    tl,
-    triton,
+    dot, dot_given, dot_given_left, dot_given_right, jit, load_rows, parts, store_rows, tl, triton,
 )
 
 # Rows of a tile, tiles of a program forward, and programs backward, each of which holds a gradient of the weights.

@@ -1,6 +1,6 @@
 """The swish gate on the output of RetNet (arXiv 2307.08621, eq. 8), GLA (arXiv 2312.06635, section 4.4) and MHLA.
 
-o_t . swish(W x_t + b)        one number for each channel of each query head
+    o_t . swish(W x_t + b)        one number for each channel of each query head
 """
 
 from __future__ import annotations

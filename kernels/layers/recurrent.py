@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..layout import TokenLayout
-from ..mixer import (
-    Mixer,
-    AttentionSite,
-    Tensors,
-    as_autocast,
-    check_half_lives,
-    check_power_of_two,
-    feature_parts,
-    full_precision,
-)
+from ..mixer import Mixer, AttentionSite, Tensors, as_autocast, check_half_lives, check_power_of_two, feature_parts, full_precision
 from .arguments import to_gate_heads
 from .norm import HeadNorm, fit_size
 from .pool import put, take

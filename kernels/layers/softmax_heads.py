@@ -124,7 +124,9 @@ class SoftmaxHeads:
         """What the mechanism and the heads that keep softmax remember, as one state."""
         return SplitState(linear, softmax)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Any, state: HeadState | None) -> tuple[Tensor, HeadState]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Any, state: HeadState | None
+    ) -> tuple[Tensor, HeadState]:
         """Softmax of the heads kept: q [B,T,K G,D], k [B,T,K,D], v [B,T,K,Dv] -> o [B,T,K G,Dv], and the state.
 
         `layout` is the TokenLayout of the call; padding outputs 0, and a state belongs to a row's first document.

@@ -217,9 +217,7 @@ def runs_on(q: Tensor, v: Tensor, heads: int) -> str:
         return reason
     if q.dtype == torch.float64:
         return f"dtypes {q.dtype} and {v.dtype}"
-    if (
-        q.is_cuda and min(q.shape[-1], v.shape[-1]) < 64
-    ):  # triton 3.6 and narrow tiles on Hopper: docs/measurements/kernel-notes.md
+    if q.is_cuda and min(q.shape[-1], v.shape[-1]) < 64:  # triton 3.6 and narrow tiles on Hopper: docs/measurements/kernel-notes.md
         return f"head dim {q.shape[-1]} or {v.shape[-1]} is below 64"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head dim {q.shape[-1]} or {v.shape[-1]} exceeds 256"

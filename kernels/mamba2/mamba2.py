@@ -213,9 +213,7 @@ class Mamba2(Recurrent, Mixer):
             q, k, v = self._activated(q, k, v)
         return (q, k, v, g, step), (F.silu(self.output_gate(x).float()).unflatten(-1, (self.site.heads, -1)),)
 
-    def scan(
-        self, inputs: Tensors, layout: TokenLayout, state: Mamba2State | None
-    ) -> tuple[tuple[Tensor], Mamba2State]:
+    def scan(self, inputs: Tensors, layout: TokenLayout, state: Mamba2State | None) -> tuple[tuple[Tensor], Mamba2State]:
         q, k, v, g, step = inputs
         assert q is not None
         assert k is not None

@@ -202,7 +202,9 @@ def forward(call: GridCall, o: Tensor, g: Tensor, S: Tensor, P: Tensor) -> None:
     )  # fmt: skip
 
 
-def backward(call: GridCall, do: Tensor, dg: Tensor | None, g: Tensor, S: Tensor, P: Tensor) -> tuple[Tensor, ...]:
+def backward(
+    call: GridCall, do: Tensor, dg: Tensor | None, g: Tensor, S: Tensor, P: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and m."""
     x, do = GridProblem(call), do.contiguous()
     table, how = x.call.table, x.config.back

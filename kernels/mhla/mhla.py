@@ -90,7 +90,7 @@ def mhla(
 
 def mhla_grid(
     q: Tensor, k: Tensor, v: Tensor, m: Tensor, places: Places, *, normalise: bool = True, backend: Backend = "auto"
-) -> Tensor:
+)-> Tensor:
     """Bidirectional MHLA: o [B,T,H,Dv] in v's dtype.
 
     m [E,K,K] are the weights of query block and key block. `places` (places.py: `place_grid`, `place_line`) say
@@ -358,9 +358,7 @@ class MultiHeadLinearAttention(Mixer):
             raise ValueError("frames=1 rows=1 columns=1: one block is plain linear attention; use la")
         self.features = Features.at(site, feature_map)
         if self.rope == "after" and normalise:
-            raise ValueError(
-                "rope=after: products of rotated features have signs, and so has their sum. Set normalise=false"
-            )
+            raise ValueError("rope=after: products of rotated features have signs, and so has their sum. Set normalise=false")
         self.start, self.weighting, self.by_distance = start, weighting, by_distance and site.causal
         if learn_weights:
             # One more block where attention is bidirectional, for tokens without a place.
@@ -489,7 +487,9 @@ class MultiHeadLinearAttention(Mixer):
         o = o.to(inputs[0].dtype)
         return (o, g) if self.normalised else (o,), state
 
-    def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor | None]:
         o = outputs[0].to(beside[1].dtype)
         return self._finished(o, beside, layout), outputs[1] if self.normalised else None
 
@@ -560,14 +560,7 @@ class MultiHeadLinearAttention(Mixer):
         return super().state_bytes(tokens, item) + 4 * numbers + 8
 
     def calibrate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        o: Tensor,
-        o_teacher: Tensor,
-        layout: TokenLayout | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
     ) -> None:
         """Scale the output norm: each head's output comes as near to the teacher's as a factor can bring it. Beside a
         window, whose share is found afterwards, it gets the teacher's root mean square."""

@@ -125,10 +125,7 @@ def _retnet_triton(
     dtype, sizes = q.dtype, (q.shape[-1], v.shape[-1])
     q, k = q.to(v.dtype), k.to(v.dtype)
     S = None if state is None else state.memory
-    inputs, keep = (
-        (q, k, v, None, None, log_decay, read, write, scale, False),
-        wants_gradients(q, k, v, log_decay, read, write, S),
-    )
+    inputs, keep = (q, k, v, None, None, log_decay, read, write, scale, False), wants_gradients(q, k, v, log_decay, read, write, S)
     if q.shape[1] == 1 and segments is None and cu is None and not keep:
         S = fresh_state(q, k, v, log_decay).memory if S is None else S
         o, _, S, *_ = step_op(*inputs, padding, S, None, None, None)
@@ -282,15 +279,10 @@ class RetNet(Recurrent, Mixer):
         inputs = self.turn(q, layout), self.turn(k, layout), v, None if self.norm else read_gate, write_gate
         return inputs, (read_gate if self.norm else None, x, v)
 
-    def scan(
-        self, inputs: Tensors, layout: TokenLayout, state: RetNetState | None
-    ) -> tuple[tuple[Tensor], RetNetState]:
+    def scan(self, inputs: Tensors, layout: TokenLayout, state: RetNetState | None) -> tuple[tuple[Tensor], RetNetState]:
         *x, read_gate, write_gate = inputs
         form: Any = {"read_gate": read_gate, "write_gate": write_gate}
-        form |= {
-            "log_decay": self.log_decay(inputs[0].device),
-            "scale": self.site.scale if self.features is None else 1.0,
-        }
+        form |= {"log_decay": self.log_decay(inputs[0].device), "scale": self.site.scale if self.features is None else 1.0}
         o, state = self.recur(retnet, layout, state, *x, **form)
         return (o,), state
 

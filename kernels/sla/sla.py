@@ -152,7 +152,9 @@ class SoftmaxLinearAttention(Mixer):
     def scan(self, inputs: Tensors, layout: TokenLayout, state: Any) -> tuple[tuple[Tensor, ...], Any]:
         return self.base.scan(inputs, layout, state)
 
-    def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
+    def finish(
+        self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout
+    ) -> tuple[Tensor, Tensor | None]:
         return self.base.finish(outputs, beside, layout)
 
     def gates(self, q: Tensor, k: Tensor, x: Tensor, plain: bool = False) -> tuple[Tensor, Tensor]:
@@ -165,14 +167,7 @@ class SoftmaxLinearAttention(Mixer):
         return super().state_bytes(tokens, item) + self.base.state_bytes(tokens, item)
 
     def calibrate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor,
-        o: Tensor,
-        o_teacher: Tensor,
-        layout: TokenLayout | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
     ) -> None:
         if self.near is not None:  # the base knows of no window
             Mixer.calibrate(self.base, q, k, v, x, o, o_teacher)

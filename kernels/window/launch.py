@@ -150,7 +150,9 @@ def forward(call: Call, o: Tensor, mass: Tensor, low: Tensor) -> None:
     x.over_queries(forward_kernel, x.config.forward, o, low if low.ndim > 1 else None, mass)
 
 
-def backward(call: Call, do: Tensor, dmass: Tensor | None, o: Tensor, mass: Tensor, low: Tensor) -> tuple[Tensor, ...]:
+def backward(
+    call: Call, do: Tensor, dmass: Tensor | None, o: Tensor, mass: Tensor, low: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients of q, k and v."""
     x, do = WindowProblem(call), do.contiguous()
     dmass = None if dmass is None else dmass.contiguous()

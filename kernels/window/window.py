@@ -213,9 +213,7 @@ class _Ends(NamedTuple):
     its ring holds; n sequences, R places of a ring."""
 
     at: Spliced
-    source: (
-        Tensor  # [n,R] of the ring's places, its real tokens moved to the right: what only the sink holds, the window
-    )
+    source: Tensor  # [n,R] of the ring's places, its real tokens moved to the right: what only the sink holds, the window
     none: Tensor  # [n,R] places before them
     starts: Tensor  # [1,N] int32 where the document of each token begins
     places: Tensor  # [n,S+W] of the tokens that the ring holds afterwards
@@ -478,7 +476,7 @@ class _Softmax(torch.autograd.Function):
     """softmax(s) and logsumexp(s) over the last dimension. Apart, they would pass over all scores twice as often."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, scores: Tensor)-> tuple[Tensor, Tensor]:
         weights = scores.softmax(-1)
         ctx.save_for_backward(weights)
         # The largest weight is e^{s - mass} of the largest score.

@@ -390,7 +390,6 @@ def test_shards_with_small_moments_go_on_in_another_number_of_processes(
 
 
 FSDP_REFUSED = [
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "--use_fsdp --fsdp_version 2"),
     ({"FSDP_VERSION": "1"}, {}, "--fsdp_version 2"),
     ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "--fsdp_offload_params false"),
     ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "runtime.gradient_checkpointing: true"),
