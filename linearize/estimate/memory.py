@@ -85,8 +85,8 @@ def moments(parameter: Tensor, small: bool) -> list[Tensor]:
 
 
 def divided(memory: Memory, processes: int, sharded: bool) -> Memory:
-    """The memory of one of several processes: FSDP2 and ZeRO-3 divide the source's part of what stays, DDP
-    nothing. What is gathered is among the activations then, and else nothing is: it is computed here, and was not counted.
+    """The memory of one of several processes: FSDP2 and ZeRO-3 divide the source's part of what stays, DDP nothing.
+    What is gathered is among the activations then, and else nothing is. It is computed here, and was not counted.
     """
     parts, gathered = dict(memory.parts), 0
     if processes > 1 and sharded:
