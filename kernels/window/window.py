@@ -90,7 +90,7 @@ def window(
     the others output 0; `segments` [B,T] int numbers documents, and a state that is handed in belongs to a row's
     first one. `cu_seqlens` [S+1] int32 with B=1: S sequences laid end to end; `state` then has S rows. `rows` [B] int:
     `state` is a pool, of which those rows are the call's (below 0: padding); they are changed in place. `places` [B,1] int64
-    may then say how many tokens each has seen, where no token is padding. Time grows with
+    may then say how many tokens each has seen; it is not read beside padding. Time grows with
     T * window, and so does the memory of the PyTorch path. `backend`: `auto` runs the Triton kernels on a GPU where no
     state goes in, for one token after a state, and for sequences laid end to end without gradients; else PyTorch. The
     others insist.
@@ -111,7 +111,8 @@ def window(
     if state is not None:
         obstacle = _step_obstacle(q, k, v, segments, state)
         if use_kernels(backend, obstacle and f"a state goes in, and {obstacle}"):
-            return _step(q, k, v, *state, *(None,) * 5, padding, W, sink, scale, rows, places)
+            known = places if rows is not None and padding is None else None
+            return _step(q, k, v, *state, *(None,) * 5, padding, W, sink, scale, rows, known)
     whole = partial(_whole, q, k, v, (sink, W, T), scale, segments)
     if rows is not None:
         return on_rows(whole, state, rows, padding, T)
@@ -575,8 +576,7 @@ class Window(nn.Module):
         with full_precision(q.device):
             if not layout.causal:
                 return *window_around(q, k, v, **sizes, **places), None
-            known = layout.places if layout.padding is None else None
-            return window(q, k, v, **sizes, **places, rows=layout.rows, places=known, state=state)
+            return window(q, k, v, **sizes, **places, rows=layout.rows, places=layout.places, state=state)
 
     @torch.no_grad()
     def calibrate(
@@ -645,7 +645,7 @@ class SinkWindow(Mixer):
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
         places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
         places["cu_seqlens"] = layout.cu_seqlens
-        places["places"] = layout.places if layout.padding is None else None
+        places["places"] = layout.places
         # Autocast would round the scores to half precision.
         with full_precision(q.device):
             o, _, state = window(q, k, v, **sizes, **places, state=state)

@@ -15,7 +15,7 @@ RENAMED = {
     ("loss", "tokens_at_once"): "chunk_size",
     ("optimizer", "clip"): "max_grad_norm",
 }
-# The same of keys that have no successor, and (key, value) -> what to do in a recipe that has them.
+# What recipes no longer have: (key of the mapping around it, key) or (key, value) -> what to do in its place.
 GONE: dict[tuple[Any, ...], str] = {
     ("kind", "on_policy_kl"): "on_policy_kl is gone: logit_kl learns as much. Set kind: logit_kl, leave loss out",
     ("teacher", "logits"): "predictions on disk are no longer read. Leave it out, and name the model: teacher.model",

@@ -483,15 +483,18 @@ def add_up(parameters: list[torch.nn.Parameter], device: torch.device, mean: boo
     known = torch.tensor([parameter.grad is not None for parameter in own], dtype=torch.int32, device=device)
     dist.all_reduce(known, dist.ReduceOp.MAX)
     buckets: dict[torch.dtype, list[list[Tensor]]] = {}
+    held: dict[torch.dtype, int] = {}  # numbers in the last bucket
     for parameter, somewhere in zip(own, known.tolist(), strict=True):
         if not somewhere:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        last = buckets.setdefault(parameter.grad.dtype, [[]])
-        if sum(grad.numel() for grad in last[-1]) > BUCKET:
-            last.append([])
-        last[-1].append(parameter.grad)
+        grad, dtype = parameter.grad, parameter.grad.dtype
+        if dtype not in held or held[dtype] > BUCKET:
+            buckets.setdefault(dtype, []).append([])
+            held[dtype] = 0
+        buckets[dtype][-1].append(grad)
+        held[dtype] += grad.numel()
     for grads in itertools.chain(*buckets.values()):
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat)
