@@ -22,7 +22,7 @@ from ..recipe.data import DemoSource, FileSource, TeacherSource, holds_images, l
 from ..recipe.recipe import Recipe, Stage
 from ..terminal.output import size
 from ..train.chunked_head import obstacle
-from ..train.compiled import compiles, saved_seconds
+from ..train.compiled import compiles
 from ..train.graphs import unrecordable
 from ..train.runs import processes
 from ..train.runtime import stage_steps
@@ -144,10 +144,9 @@ def estimate(rehearsal: Rehearsal, device: Device, max_steps: int | None = None)
         tokens = None if steps is None else steps * blocks * processes() * length
         plain = unrecordable(recipe, stage, torch.device("cuda"), sharded(), kind_of(rehearsal.model))
         recorded = recipe.runtime.graphs is not False and not plain
-        seconds = step_seconds(stage, memory, device, rehearsal.precision, recorded)
         own = (tokens or 0) // processes()
-        if seconds is not None and compiles(recipe, stage, rehearsal.model, torch.device(device.kind), sharded(), own):
-            seconds -= min(saved_seconds(rehearsal.model, blocks * length), seconds / 2)
+        compiled = compiles(recipe, stage, rehearsal.model, torch.device(device.kind), sharded(), own)
+        seconds = step_seconds(stage, memory, device, rehearsal.precision, recorded, compiled)
         rate = None if seconds is None else blocks * processes() * length / seconds
         hours = None if rate is None or tokens is None else tokens / rate / 3600
         found.append(StageCost(stage, memory, steps, tokens, rate, hours))

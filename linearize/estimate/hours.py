@@ -1,8 +1,9 @@
 """The time of a run: the work of its steps, of choosing layers, of evaluations and of checks, at a device's rates.
 
-On a GPU a pass takes its products over a share of the card's rate, or its launches, whichever takes longer; the shares
-are those that one H200 reached in three measured runs of a model of 8B, and on any other card they are not measured. On
-a CPU products, bytes that are moved and launches add up, each at the rate of this machine, which is measured then.
+On a GPU a pass takes its products at a share of the card's rate and the bytes of its other operations at a share of its
+bandwidth, or its launches, whichever takes longer. The shares were fitted to steps of eleven models on H100s and H200s
+(docs/cost.md); on any other card they are not measured. On a CPU products, bytes that are moved and launches add up,
+each at the rate of this machine, which is measured then.
 """
 
 from __future__ import annotations
@@ -32,51 +33,50 @@ from .tracker import Work
 if TYPE_CHECKING:
     from .estimate import StageCost
 
-# Of a card's dense bf16 rate, by whether a stage transfers attention: see docs/cost.md for the runs.
-SHARES = {True: 0.25, False: 0.31}
+# Of a card's dense bf16 rate, and of its bandwidth; and what compiled layers leave of the bytes and the launches.
+PRODUCTS, BYTES, COMPILED = 0.67, 0.56, 0.5
 # Seconds of a process that loads torch and transformers, and of a byte of weights that is read, hashed or written.
 START, STORED = 8.0, 2e-9
 # Tokens that a run writes at its end for its report, one after another: by student and teacher.
 WRITTEN = 2 * NEW_TOKENS
-# Seconds that a host takes to start one operation on a GPU; small models wait for that.
-LAUNCH = 4.5e-5
-# What one of them takes in a recorded step, where nothing waits: of SmolLM2's shape 13 us in attention transfer, and 20
-# in logit KL (docs/cost.md).
-RECORDED = 2e-5
+# Seconds that a host takes to start one operation on a GPU, for which small models wait; and what one takes at least in
+# a recorded step, where nothing waits.
+LAUNCH, RECORDED = 4.5e-5, 1.6e-5
 # A token that is written, in a large batch, beside one of a pass; and seconds of a step at least, on a GPU. Rough.
 DECODED, STEP = 4, 0.01
 # AdamW and clipping on a CPU: operations for each tensor, and how often they read or write the bytes of the moments.
 OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 8, 4
 
 
-def seconds_of(
-    work: Work, device: Device, precision: str, transfers: bool = False, launch: float = LAUNCH
-) -> float | None:
-    """What some work takes on a device, in accelerate's `precision`; None where its rate is not known or the work was
-    not counted. Attention transfer reaches another share of a GPU's products than other passes; `launch` is seconds of
-    an operation there."""
+def seconds_of(work: Work, device: Device, precision: str, launch: float = LAUNCH) -> float | None:
+    """What some work takes on a device, in accelerate's `precision`; None where its rates are not known or the work was
+    not counted. `launch` is seconds that an operation takes on a GPU at least."""
     if not work.flops:
         return None
     if device.kind == "cpu":
         return cpu_rates(torch.bfloat16 if precision == "bf16" else torch.float32).seconds(work)
-    if device.flops is None:
+    if device.flops is None or device.bandwidth is None:
         return None
-    return max(work.flops / (SHARES[transfers] * device.flops), work.launches * launch)
+    busy = work.flops / (PRODUCTS * device.flops) + work.moved / (BYTES * device.bandwidth)
+    return max(busy, work.launches * launch)
 
 
-def step_seconds(stage: Stage, memory: Memory, device: Device, precision: str, recorded: bool) -> float | None:
-    """One optimizer step on one device, on a GPU perhaps `recorded` (train/graphs.py). None where the device's rate is
-    not known, or the step was not counted."""
-    launch = RECORDED if recorded else LAUNCH
-    micro = seconds_of(memory.work, device, precision, isinstance(stage, AttentionTransfer), launch)
+def step_seconds(
+    stage: Stage, memory: Memory, device: Device, precision: str, recorded: bool, compiled: bool
+) -> float | None:
+    """One optimizer step on one device, on a GPU perhaps `recorded` (train/graphs.py) and of `compiled` layers. None
+    where the device's rates are not known, or the step was not counted."""
+    work = memory.work
+    if compiled:
+        work = Work(work.flops, COMPILED * work.launches, COMPILED * work.moved)
+    micro = seconds_of(work, device, precision, RECORDED if recorded else LAUNCH)
     if micro is None:
         return None
     if device.kind == "cpu":
         kept = memory.parts["optimizer"]
         update = Work(0, OPTIMIZER_LAUNCHES * memory.tensors, OPTIMIZER_READS * kept)
         return stage.batch.gradient_accumulation_steps * micro + cpu_rates(torch.float32).seconds(update)
-    if device.bandwidth is None:
-        return None
+    assert device.bandwidth is not None
     # The optimizer reads and writes weights and moments, and reads gradients.
     moved = sum(memory.parts[part] for part in ("masters", "gradients", "optimizer")) * 2
     return stage.batch.gradient_accumulation_steps * micro + moved / device.bandwidth
@@ -138,7 +138,7 @@ def choosing(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -
         return None
     a_pass = passed / (2 * blocks * length)  # of one model over one token
     transfers = isinstance(costs[0].stage, AttentionTransfer)
-    trained = (seconds_of(memory.work, device, precision, True) if transfers else 2 * passed) or 0.0
+    trained = (seconds_of(memory.work, device, precision) if transfers else 2 * passed) or 0.0
     total = 0.0
     if plan is not None and windows is not None:
         most, layers = longest_text(rehearsal.model), len({site.layer for site in plan.kept})
@@ -162,8 +162,7 @@ def own_text(rehearsal: Rehearsal, costs: Sequence[StageCost], device: Device) -
                 continue
             seen.append(part)
             # Batches are so large that a GPU does not wait for launches.
-            work = memory.evaluated if device.kind == "cpu" else Work(memory.evaluated.flops)
-            passed = seconds_of(work, device, rehearsal.precision)
+            passed = seconds_of(memory.evaluated, device, rehearsal.precision, launch=0)
             if passed is None:
                 return None
             a_pass = passed / (2 * cost.stage.batch.per_device * data.pack.seq_len)

@@ -22,12 +22,6 @@ COMPILATIONS = 64
 SAVED, COSTS = 2e-10, 60.0
 
 
-def saved_seconds(model: Any, tokens: int) -> float:
-    """Seconds that compiled layers save on so many tokens."""
-    config = model.config.get_text_config()
-    return tokens * config.num_hidden_layers * config.hidden_size * SAVED
-
-
 def compiles(recipe: Recipe, stage: Stage, model: Any, device: torch.device, sharded: bool, tokens: int) -> bool:
     """Whether a stage of so many tokens a process compiles its layers. `runtime.compile: auto` does so on GPUs that
     hold whole weights, where batches have one shape and the run is long enough to win back what compiling takes."""
@@ -39,7 +33,8 @@ def compiles(recipe: Recipe, stage: Stage, model: Any, device: torch.device, sha
     varied = recipe.runtime.offload_activations or getattr(model, "hf_quantizer", None) is not None
     if device.type != "cuda" or sharded or varied or kind_of(model) != "text":
         return False
-    return saved_seconds(model, tokens) > COSTS
+    config = model.config.get_text_config()
+    return tokens * config.num_hidden_layers * config.hidden_size * SAVED > COSTS
 
 
 class CompiledLayers:

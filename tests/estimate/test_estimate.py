@@ -420,6 +420,20 @@ def test_recorded_steps_wait_less_for_the_host(root: Path, tmp_path: Path) -> No
     assert rate(gradient_checkpointing=True) < auto  # those are not recorded
 
 
+def test_compiled_layers_and_faster_memory_take_less_time(root: Path, tmp_path: Path) -> None:
+    folder = base(root, "llama")
+
+    def rate(compiled: bool, device: Device) -> float:
+        recipe = make_recipe(tmp_path, folder, KL, runtime={"compile": compiled})
+        found = estimate(Rehearsal(recipe, None, folder, "bf16", gpu=True), device).stages[0].tokens_per_s
+        assert found is not None
+        return found
+
+    slow = replace(small(1 << 40), flops=1e15, bandwidth=1e7)  # a card that waits for its memory
+    assert rate(True, slow) > 1.5 * rate(False, slow)
+    assert rate(False, replace(slow, bandwidth=2e7)) == pytest.approx(2 * rate(False, slow), rel=0.01)
+
+
 @pytest.mark.parametrize(("given", "found"), [("2.5/h", 2.5), ("3", 3.0), (None, None)])
 def test_a_price(given: str | None, found: float | None) -> None:
     assert per_hour(given) == found
