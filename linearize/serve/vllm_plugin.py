@@ -35,6 +35,7 @@ PREFIX_CACHING = (
     "Prefix caching is off: it needs the states at the ends of cached blocks, which vLLM keeps on GPUs alone, and only "
     "where some layers keep softmax"
 )
+STATES = "states in {}: mixers keep them in float32, whose digits slow decays need. Leave out --mamba-ssm-cache-dtype"
 QUANTIZATION = "quantization: only fp8 weights that vLLM makes itself (--quantization fp8) were tried before a mixer"
 # Whether an engine that is being made was asked for prefix caching; vLLM's default is on.
 prefix_caching_asked: ContextVar[bool] = ContextVar("prefix_caching_asked", default=False)
@@ -192,13 +193,14 @@ def most_sequences(vllm_config: Any) -> int | None:
 
 def refusals(vllm_config: Any) -> list[str]:
     """Why an engine cannot be what it was asked to be; empty where it can."""
-    parallel = vllm_config.parallel_config
+    parallel, states = vllm_config.parallel_config, vllm_config.cache_config.mamba_ssm_cache_dtype
     asked = {
         PIPELINE_PARALLEL: parallel.pipeline_parallel_size > 1,
         CONTEXT_PARALLEL: getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         SPECULATION: vllm_config.speculative_config is not None,
         LORA: vllm_config.lora_config is not None,
+        STATES.format(states): states not in ("auto", "float32"),
         QUANTIZATION: not (vllm_config.model_config.quantization or "fp8").startswith("fp8"),
     }
     reasons = [reason for reason, found in asked.items() if found]

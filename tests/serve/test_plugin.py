@@ -134,6 +134,7 @@ def engine(**changes: Any) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in parallel.items()}),
         model_config=SimpleNamespace(quantization=changes.pop("quantization", None)),
+        cache_config=SimpleNamespace(mamba_ssm_cache_dtype=changes.pop("mamba_ssm_cache_dtype", "auto")),
         **{"speculative_config": None, "lora_config": None, **changes},
     )
 
@@ -146,6 +147,7 @@ def engine(**changes: Any) -> Any:
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA adapters"),
         ({"quantization": "awq"}, "quantization"),
+        ({"mamba_ssm_cache_dtype": "bfloat16"}, "states in bfloat16"),
     ],
 )
 def test_an_engine_that_asks_for_more_is_told_why_not(asked: dict[str, Any], reason: str) -> None:
@@ -225,7 +227,8 @@ def test_no_more_sequences_are_admitted_than_states_fit(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "linearize.serve.vllm_models", models)
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     cache = SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None, enable_prefix_caching=False)
-    asked = engine(cache_config=cache)
+    asked = engine()
+    asked.cache_config = cache
     tokens = {"get_num_kv_heads": lambda parallel: 1, "get_head_size": lambda: 4, "dtype": torch.bfloat16}
     asked.model_config = SimpleNamespace(model=str(tmp_path), **tokens)
     block = 128 * 2 * 4 * 2  # a state of 100 bytes takes a block of keys and values
