@@ -69,23 +69,23 @@ def convert(
     kept_window: Annotated[
         str | None,
         typer.Option(
-            help="Window of the layers that keep softmax: they see so many last tokens and the first four. 4096: in "
-            "all of them. 4096@1,3: in layers 1 and 3. auto:4096: where it changes predictions by at most 0.01 nats a "
-            "token (auto:4096:0.02: another limit)."
+            help="Window of the layers that keep softmax: they see this many of the last tokens, and the first four. "
+            "4096: in all of them. 4096@1,3: in layers 1 and 3. auto:4096: where it changes predictions by at most "
+            "0.01 nats a token (auto:4096:0.02: another limit)."
         ),
     ] = None,
     score_by: Annotated[
         str,
         typer.Option(
             help="How auto scores layers or heads: restore (starts all linear, gives softmax back one by one) "
-            "or swaps (makes one at a time linear; fastest)."
+            "or swaps (makes one at a time linear; faster)."
         ),
     ] = "restore",
     score_text: Annotated[
         Path | None,
         typer.Option(
             help="Text to measure on, for auto and --kept-window: .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet. "
-            "Default for auto: Python sources. A window needs documents that are longer than it.",
+            "Default for auto: Python sources. Its documents have to be longer than a window.",
             parser=path,
         ),
     ] = None,
@@ -125,7 +125,7 @@ def convert(
 ) -> None:
     """Replace softmax attention and write an ordinary Hugging Face model folder.
 
-    With a recipe, its `convert` and `model` say how, and options given here come before it.
+    With a recipe, its `convert` and `model` say how; options given here override it.
     """
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
