@@ -137,7 +137,7 @@ def convert(
     if to is not None:
         check_name(to)
     of_recipe: Any = None
-    by_recipe = is_recipe(model, values or [])
+    by_recipe, recipe_name = is_recipe(model, values or []), model
     if not by_recipe:
         named = next((word for word in values or [] if "=" not in word and is_recipe(word)), None)
         if named is not None:
@@ -200,7 +200,8 @@ def convert(
         carried = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code, "seed": seed}
         checked = story.convert(*planned, target, **carried, say=say)
         new = ", whose new parameters are untrained" if plan.new_parameters and not plan.reconversions else ""
-        say(f"saved {target}{new}. Next: {story.next_step(plan, target)}")
+        told = (recipe_name, *(values or [])) if by_recipe else ()
+        say(f"saved {target}{new}. Next: {story.next_step(plan, target, planned[2], told)}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)
