@@ -596,6 +596,7 @@ def test_a_dry_run_tells_where_a_real_run_writes(shared: Path, tmp_path: Path, l
         if told:
             code, _, again = linearize(*ask)
             assert (code, told in again) == (Exit.USAGE, True)
+            assert "new params" not in again  # refused before it plans, which may measure layers for minutes
 
 
 def test_a_file_is_no_model(source: Path) -> None:
