@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,8 +238,9 @@ def convert(
     return message
 
 
-def next_step(plan: Plan, folder: Path) -> str:
-    """How to go on with the conversion in `folder`, also with one's own data."""
+def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[str] = ()) -> str:
+    """How to go on with the conversion in `folder`, also with one's own data; `told` is the recipe that it was
+    converted by, if any, and the values given with it."""
     from .checkpoint.card import loading
 
     of_images = loading(plan)["processor"] == "image_processor"
@@ -248,10 +249,16 @@ def next_step(plan: Plan, folder: Path) -> str:
     encoder = plan.architecture.endswith("Model") and not (of_images or plan.linear[0].site.causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
     recipe = "sentence" if encoder else recipe
-    command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null"])
+    preset, recipe = recipe, told[0] if told else recipe
+    given = [value for value in told[1:] if not value.startswith(("convert", "model.base="))]
+    command = shlex.join(["linearize", "finetune", recipe, *given, f"model.base={folder}", "convert=null"])
+    if given or recipe != preset:  # its stages and data may be others
+        return f"distil it: {command}\n--dry-run tells the time."
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
-    less = " For a first try on a CPU add data.pack.seq_len=1024"
+    text = natives.source_config.get_text_config(decoder=True)
+    row = min(1024, getattr(text, "max_position_embeddings", None) or 1024)
+    less = f" For a first try on a CPU add data.pack.seq_len={row}"
     less += " stages.attention_transfer.tokens=1M stages.logit_kl.tokens=1M"
     return (
         f"distil it: {command}\n--dry-run tells the time.{'' if of_images or encoder else less}\n"

@@ -182,3 +182,10 @@ def test_a_model_that_was_distilled_by_the_api_loads_and_is_measured(
 def test_overrides_that_are_one_text_are_refused() -> None:
     with pytest.raises(LinearizeError, match="give a list"):
         api.finetune("gsa", "model.base=DIR")
+
+
+def test_a_taken_output_is_refused_before_anything_is_planned(tmp_path: Path) -> None:
+    """Planning may measure layers for minutes."""
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(LinearizeError, match="has 1 file already"):
+        api.convert(tmp_path / "no model", "gsa", tmp_path, keep_softmax="auto:2")

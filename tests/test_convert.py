@@ -287,8 +287,9 @@ def test_new_parameters_are_said_to_be_untrained(
 )
 def test_how_a_conversion_goes_on_can_be_pasted(shared: Path, architecture: str, files: str) -> None:
     """With the recipe's data, and with one's own."""
-    plan = dataclasses.replace(plan_conversion(str(shared), "la")[0], architecture=architecture)
-    run, short, own = next_step(plan, Path("my model")).splitlines()
+    plan, _, natives = plan_conversion(str(shared), "la")
+    plan = dataclasses.replace(plan, architecture=architecture)
+    run, short, own = next_step(plan, Path("my model"), natives).splitlines()
     parts = ((run, "it: "), (short, " add "), (own, " add "))
     command, less, words = (shlex.split(line.partition(before)[2]) for line, before in parts)
     assert command[:2] == ["linearize", "finetune"]
@@ -296,10 +297,21 @@ def test_how_a_conversion_goes_on_can_be_pasted(shared: Path, architecture: str,
     assert ("A.txt or A.jsonl with the field text" in own) == (files == "files")
     assert load_recipe(command[2], command[3:]).convert is None
     if files == "files":
-        assert [stage.tokens for stage in load_recipe(command[2], [*command[3:], *less]).stages] == [10**6] * 2
+        small = load_recipe(command[2], [*command[3:], *less])
+        assert [stage.tokens for stage in small.stages] == [10**6] * 2
+        assert small.data.pack.seq_len == natives.source_config.max_position_embeddings < 1024
     recipe = load_recipe(command[2], [*command[3:], *words])
     assert (recipe.model.base, recipe.convert) == ("my model", None)
     assert all(files in source.model_fields_set for source in (recipe.data.train, recipe.data.eval))
+
+
+def test_a_conversion_by_a_recipe_goes_on_with_it_and_its_values(shared: Path) -> None:
+    plan, _, natives = plan_conversion(str(shared), "la")
+    data = "data.train={files: [a.txt]}"
+    told = ("hybrid-native", "model.base=m", data, "convert.keep_softmax=every:4")
+    command = shlex.split(next_step(plan, Path("out"), natives, told).splitlines()[0].partition("it: ")[2])
+    assert command == ["linearize", "finetune", "hybrid-native", data, "model.base=out", "convert=null"]
+    assert next_step(plan, Path("out"), natives, ("hybrid", "model.base=m")) == next_step(plan, Path("out"), natives)
 
 
 def test_published_options_come_with_faithful(shared: Path) -> None:
@@ -584,6 +596,7 @@ def test_a_dry_run_tells_where_a_real_run_writes(shared: Path, tmp_path: Path, l
         if told:
             code, _, again = linearize(*ask)
             assert (code, told in again) == (Exit.USAGE, True)
+            assert "new params" not in again  # refused before it plans, which may measure layers for minutes
 
 
 def test_a_file_is_no_model(source: Path) -> None:

@@ -79,7 +79,7 @@ def test_sentence_transformers_loads_the_result(tmp_path: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "pipeline_tag: sentence-similarity" in card
     assert "SentenceTransformer(name, trust_remote_code=True)" in card
-    command = shlex.split(next_step(planned[0], folder).splitlines()[0])
+    command = shlex.split(next_step(planned[0], folder, planned[2]).splitlines()[0])
     assert [stage.kind for stage in load_recipe(command[4], command[5:]).stages][-1] == "feature_cosine"
     model = SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
     assert [type(module).__name__ for module in model] == list(MODULES)

@@ -286,7 +286,8 @@ def student_call(module: nn.Module, mixer: Mixer, bound: dict[str, Any], teacher
     with torch.enable_grad():
         with mixer.transfer.student(module):
             output = module.forward(**bound)
-        mixer.transfer.compare(mixer, output[0], teacher_output[0])
+        y, target = (out if isinstance(out, Tensor) else out[0] for out in (output, teacher_output))
+        mixer.transfer.compare(mixer, y, target)
 
 
 # ---------------------------------------------------------------- attaching mixers to a model

@@ -69,23 +69,23 @@ def convert(
     kept_window: Annotated[
         str | None,
         typer.Option(
-            help="Window of the layers that keep softmax: they see so many last tokens and the first four. 4096: in "
-            "all of them. 4096@1,3: in layers 1 and 3. auto:4096: where it changes predictions by at most 0.01 nats a "
-            "token (auto:4096:0.02: another limit)."
+            help="Window of the layers that keep softmax: they see this many of the last tokens, and the first four. "
+            "4096: in all of them. 4096@1,3: in layers 1 and 3. auto:4096: where it changes predictions by at most "
+            "0.01 nats a token (auto:4096:0.02: another limit)."
         ),
     ] = None,
     score_by: Annotated[
         str,
         typer.Option(
             help="How auto scores layers or heads: restore (starts all linear, gives softmax back one by one) "
-            "or swaps (makes one at a time linear; fastest)."
+            "or swaps (makes one at a time linear; faster)."
         ),
     ] = "restore",
     score_text: Annotated[
         Path | None,
         typer.Option(
             help="Text to measure on, for auto and --kept-window: .txt, .jsonl, .jsonl.gz, .jsonl.zst or .parquet. "
-            "Default for auto: Python sources. A window needs documents that are longer than it.",
+            "Default for auto: Python sources. Its documents have to be longer than a window.",
             parser=path,
         ),
     ] = None,
@@ -125,7 +125,7 @@ def convert(
 ) -> None:
     """Replace softmax attention and write an ordinary Hugging Face model folder.
 
-    With a recipe, its `convert` and `model` say how, and options given here come before it.
+    With a recipe, its `convert` and `model` say how; options given here override it.
     """
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
@@ -137,7 +137,7 @@ def convert(
     if to is not None:
         check_name(to)
     of_recipe: Any = None
-    by_recipe = is_recipe(model, values or [])
+    by_recipe, recipe_name = is_recipe(model, values or []), model
     if not by_recipe:
         named = next((word for word in values or [] if "=" not in word and is_recipe(word)), None)
         if named is not None:
@@ -150,6 +150,7 @@ def convert(
         if to is not None and not by_recipe:  # refuse a wrong option before transformers' models are imported
             make_steps([], to, parse_settings([*(values or []), *(settings or [])]))
         from .. import convert as of_transformers
+        from ..checkpoint.atomic import check_output
         from ..diffusion import convert as of_diffusers
         from ..hub import push as hub
         from ..plan.keep import is_auto
@@ -185,6 +186,8 @@ def convert(
     measures = (scored or priced) and story is of_transformers
     if measures:
         asked |= of_scoring(score_by, score_text, of_recipe)
+    if output is not None and not dry_run:  # planning may measure layers for minutes
+        check_output(output, overwrite)
     planned = story.plan_conversion(model, to, restore=restore, weights=not dry_run or measures, **asked)
     plan = planned[0]
     plan_table(plan)
@@ -200,7 +203,8 @@ def convert(
         carried = {"overwrite": overwrite, "level": verify, "trust_remote_code": trust_remote_code, "seed": seed}
         checked = story.convert(*planned, target, **carried, say=say)
         new = ", whose new parameters are untrained" if plan.new_parameters and not plan.reconversions else ""
-        say(f"saved {target}{new}. Next: {story.next_step(plan, target)}")
+        told = (recipe_name, *(values or [])) if by_recipe else ()
+        say(f"saved {target}{new}. Next: {story.next_step(plan, target, planned[2], told)}")
         result |= {"output": str(target), "verified": checked}
         if push is not None:
             result["pushed"] = hub.push_saved(target, push, trust_remote_code, say)

@@ -163,7 +163,7 @@ def _part(folder: Path, name: str, config: dict[str, Any], kind: str, diffusers:
     return Part(name, source, build(getattr(diffusers, kind), source))
 
 
-def next_step(plan: Plan, folder: Path) -> str:
+def next_step(plan: Plan, folder: Path, *_: Any) -> str:
     """How to go on with a conversion."""
     return "train its mixers, see docs/diffusers.md"
 

@@ -31,7 +31,7 @@ from ..errors import CheckFailedError, IncompatibleError, LinearizeError, reason
 from ..hub.push import check_access, push_saved
 from ..job import start
 from ..job.checks import check_stage_name, check_stage_order
-from ..job.source import asked_of
+from ..job.source import asked_of, named_by_keys
 from ..page.drawing import pillow
 from ..plan.plan import Plan
 from ..terminal.output import counted
@@ -246,7 +246,8 @@ def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
     """The conversion that a recipe asks for. Raises LinearizeError with the exit code of the obstacle."""
     asked = recipe.convert
     assert asked is not None
-    planned = surgery.plan_conversion(recipe.model.base, asked.mechanism, **asked_of(recipe, asked))
+    with named_by_keys():
+        planned = surgery.plan_conversion(recipe.model.base, asked.mechanism, **asked_of(recipe, asked))
     check_one(recipe.model.base, [part.name for part in planned[2]])
     check_inputs(recipe.model.base, planned[2][0].model)
     return planned

@@ -123,4 +123,4 @@ def say_plan(plan: Plan, say: Say) -> None:
         asked, count = plan.heads_choice.asked, counted(len(plan.softmax_groups), "key head")
         say(f"softmax stays in {count} of linear layers ({asked}); the run measures which")
     if plan.window_choice is not None:
-        say(f"--kept-window {plan.window_choice.asked}: the run measures which kept layers get it")
+        say(f"convert.kept_window={plan.window_choice.asked}: the run measures which kept layers get it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,20 @@ from ..checkpoint.source import Source, open_source
 from ..choose.choose import Scoring, choosers
 from ..convert import plan_conversion
 from ..demo import named_base
-from ..errors import existing_folder
+from ..errors import LinearizeError, existing_folder
 from ..recipe.data import TeacherSource, holds_images, parts_of
 from ..recipe.models import Convert, Scratch
 from ..recipe.recipe import Recipe
 from ..train.device import on_cpu
 from ..train.random_model import write_random
 from ..train.runtime import Say, to_source
+
+# Option of `linearize convert` -> the key in a recipe's `convert`.
+KEYS = {"to": "mechanism", "layers": "layers", "keep-softmax": "keep_softmax", "keep-heads": "keep_heads"}
+KEYS |= {"kept-window": "kept_window", "allow-drop": "allow_drop", "score-by": "score_by"}
+# With the blank before a value, which is no word of a sentence.
+OPTION = re.compile(rf"--({'|'.join(KEYS)})\b( (?!(?:is|and|or|names)\b))?")
+CONSENT = re.compile(r"--allow-drop \w+(?: --allow-drop \w+)*")
 
 
 def base_path(recipe: Recipe) -> str:
@@ -62,7 +70,23 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
     how = recipe.convert
     assert how is not None
     scored = choosers(scoring_of(recipe, how, say)) if weights else {}
-    return plan_conversion(base or base_path(recipe), how.mechanism, weights=weights, **scored, **asked_of(recipe, how))
+    with named_by_keys():
+        asked = asked_of(recipe, how)
+        return plan_conversion(base or base_path(recipe), how.mechanism, weights=weights, **scored, **asked)
+
+
+@contextlib.contextmanager
+def named_by_keys() -> Iterator[None]:
+    """Errors of a plan name options of `linearize convert`; within, they name the keys of a recipe in their place."""
+    try:
+        yield
+    except LinearizeError as error:
+        consent = CONSENT.sub(
+            lambda found: f"'convert.allow_drop=[{', '.join(found[0].split()[1::2])}]'", error.message
+        )
+        error.message = OPTION.sub(lambda found: f"convert.{KEYS[found[1]]}" + "=" * bool(found[2]), consent)
+        error.args = (error.message,)
+        raise
 
 
 def asked_of(recipe: Any, how: Convert) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """The losses of distillation: logit KL over all tokens or a teacher's top k, cross entropy, cosine of features,
-relative error of attention outputs and of maps of numbers.
+relative error of attention outputs and of maps of numbers. Which of them a stage adds up is in terms.py and stages.py.
 
 Letters: B batch, T time, V vocabulary, H heads, D value dim. KL and cross entropy run over the vocabulary in
 chunks: in float32 (float64 for float64 logits) they hold a few [B, T, chunk_size] and some [B, T, 1], never

@@ -217,7 +217,7 @@ def test_a_recipe_measures_on_its_own_text_and_once(place: Path) -> None:
     assert recipe.resolved()["convert"]["kept_window"] == f"auto:{WINDOW}"
     messages: list[str] = []
     dry_run(recipe, messages.append)
-    assert holds(messages[-1], f"--kept-window auto:{WINDOW}", "measures", "kept layers")
+    assert holds(messages[-1], f"convert.kept_window=auto:{WINDOW}", "measures", "kept layers")
     first = recipe.stages[0].name
     finetune(recipe, only=first, say=messages.append)
     finetune(recipe, say=messages.append)

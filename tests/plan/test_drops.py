@@ -161,6 +161,23 @@ def test_a_recipe_takes_consent(bloom: Path, tmp_path: Path, consent: str) -> No
         )
         return load_recipe(tmp_path / "r.yaml")
 
-    with pytest.raises(LinearizeError, match="--allow-drop alibi"):
+    with pytest.raises(LinearizeError, match=r"convert.allow_drop=\[alibi\]"):
         plan_base(recipe(), weights=False)
     assert plan_base(recipe(allow_drop=consent), weights=False)[0].notes
+
+
+def test_a_recipe_is_told_its_own_keys(bloom: Path) -> None:
+    """What the message of a refused plan says can be pasted behind the recipe."""
+    own = [f"model.base={bloom}"]
+    with pytest.raises(LinearizeError) as caught:
+        plan_base(load_recipe("gla", own), weights=False)
+    assert "--" not in caught.value.message
+    words = caught.value.message.replace("'", " ").split()
+    consent = next(word for word in words if word.startswith("convert.allow_drop="))
+    kept = next(word for word in words if word.startswith("convert.keep_softmax="))
+    assert plan_base(load_recipe("gla", [*own, consent]), weights=False)[0].linear
+    assert kept == "convert.keep_softmax=0-3"
+    with pytest.raises(LinearizeError, match=r"convert\.mechanism=saga: .*causal"):
+        plan_base(load_recipe("gla", [*own, consent, "convert={mechanism: saga}"]), weights=False)
+    with pytest.raises(LinearizeError, match=r"convert\.keep_softmax=9: "):
+        plan_base(load_recipe("gla", [*own, "convert.keep_softmax=9"]), weights=False)

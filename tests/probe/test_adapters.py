@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import clean_env
@@ -16,8 +17,9 @@ import transformers
 from conftest import TOLERANCE, relative_error
 from models import HYBRID, SMALL, Zoo, convert_folder, load, logits, source_with_mixers, tokens
 
-from linearize_kernels.hf.attention_hooks import mixers_of
+from linearize_kernels.hf.attention_hooks import Call, mixers_of, student_call
 from linearize_kernels.hf.capture import Capture
+from linearize_kernels.layout import Geometry, this_thread
 
 EXACT = TOLERANCE[torch.float32]
 KEEP = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -329,3 +331,24 @@ def test_attention_of_another_form_is_refused() -> None:
             torch.matmul(2 * torch.matmul(q, k), q)
         with pytest.raises(NotImplementedError, match="cat"):
             torch.cat([torch.matmul(q, k), torch.zeros(1, 2, 5, 1)], -1).sum()
+
+
+@pytest.mark.parametrize("more", [None, (), (None,), (None, "cache")])
+def test_a_module_may_return_its_output_alone_or_before_any_number_of_others(more: tuple[Any, ...] | None) -> None:
+    """What attention transfer compares is [B,T,hidden], and not the first row of a bare tensor."""
+    x, heard = torch.randn(2, 3, 4), []
+
+    def forward(hidden_states: torch.Tensor) -> Any:
+        return 2 * hidden_states if more is None else (2 * hidden_states, *more)
+
+    transfer = SimpleNamespace(
+        student=lambda module: contextlib.nullcontext(), compare=lambda mixer, y, target: heard.append((y, target))
+    )
+    mixer: Any = SimpleNamespace(
+        arguments=("hidden_states",), drop_rope=False, reductions={}, transfer=transfer, calls={}
+    )
+    mixer.calls[this_thread()] = Call(x, None, {}, Geometry(None, False, None))
+    student_call(SimpleNamespace(forward=forward), mixer, {"hidden_states": x}, forward(x))  # type: ignore[arg-type]
+    ((y, target),) = heard
+    assert torch.equal(y, 2 * x)
+    assert torch.equal(target, 2 * x)
