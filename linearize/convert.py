@@ -261,7 +261,7 @@ def next_step(plan: Plan, folder: Path) -> str:
 
 def slower(plan: Plan, source: Source, natives: SourceClasses) -> str:
     """A note where softmax reads the model's inputs faster than the plan's layers do; empty where it does not."""
-    return break_even.slower(plan, natives.source_config)
+    return break_even.slower(plan, natives.source_config, source.folder)
 
 
 def unread(source: Source, *_: Any) -> list[str]:
