@@ -245,10 +245,12 @@ def next_step(plan: Plan, folder: Path) -> str:
     of_images = loading(plan)["processor"] == "image_processor"
     if not plan.new_parameters and not of_images and plan.linear[0].site.causal:  # presets train new parameters first
         return shlex.join(["linearize", "generate", str(folder), "Once upon a time"])
-    encoder = plan.architecture.endswith("Model") and not (of_images or plan.linear[0].site.causal)
+    headless = plan.architecture.removesuffix("WithProjection").endswith(("Model", "Backbone"))
+    encoder = headless and not (of_images or plan.linear[0].site.causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
     recipe = "sentence" if encoder else recipe
-    command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null"])
+    features = ["stages.logit_kl.kind=feature_cosine"] if of_images and headless else []
+    command = shlex.join(["linearize", "finetune", recipe, f"model.base={folder}", "convert=null", *features])
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
     less = " For a first try on a CPU add data.pack.seq_len=1024"

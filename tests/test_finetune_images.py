@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from transformers import (
     pipeline,
 )
 
-from linearize.convert import convert, plan_conversion
+from linearize.convert import convert, next_step, plan_conversion
 from linearize.data.images import count_images
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
@@ -237,6 +238,8 @@ def test_eval_compares_two_encoders_of_images(place: Path, linearize: Command) -
     """By their vectors: the class token, and which other image is nearest."""
     plan = plan_conversion(str(place / "dino"), "la")
     convert(*plan, place / "la", level="none", say=lambda text: None)
+    command = shlex.split(next_step(plan[0], place / "la").splitlines()[0])
+    assert [stage.kind for stage in load_recipe(command[4], command[5:]).stages][-1] == "feature_cosine"
     data = [f"data.eval={{arrays: {place / 'eval.npz'}}}", "--teacher", place / "dino", "--json"]
     found = json.loads(linearize("eval", place / "la", *data)[1])
     assert (found["kind"], found["images"], found["pooling"]) == ("embeddings", 24, "first")
