@@ -246,14 +246,17 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     of_images = loading(plan)["processor"] == "image_processor"
     if not plan.new_parameters and not of_images and plan.linear[0].site.causal:  # presets train new parameters first
         return shlex.join(["linearize", "generate", str(folder), "Once upon a time"])
-    encoder = plan.architecture.endswith("Model") and not (of_images or plan.linear[0].site.causal)
+    headless = plan.architecture.removesuffix("WithProjection").endswith(("Model", "Backbone"))
+    encoder = headless and not (of_images or plan.linear[0].site.causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
     recipe = "sentence" if encoder else recipe
     preset, recipe = recipe, told[0] if told else recipe
     given = [value for value in told[1:] if not value.startswith(("convert", "model.base="))]
     command = shlex.join(["linearize", "finetune", recipe, *given, f"model.base={folder}", "convert=null"])
     if given or recipe != preset:  # its stages and data may be others
-        return f"distil it: {command}\n--dry-run tells the time."
+        return f"distil it: {command}
+--dry-run tells the time."
+    command += " stages.logit_kl.kind=feature_cosine" if of_images and headless else ""
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
     text = natives.source_config.get_text_config(decoder=True)
@@ -268,7 +271,7 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
 
 def slower(plan: Plan, source: Source, natives: SourceClasses) -> str:
     """A note where softmax reads the model's inputs faster than the plan's layers do; empty where it does not."""
-    return break_even.slower(plan, natives.source_config)
+    return break_even.slower(plan, natives.source_config, source.folder)
 
 
 def unread(source: Source, *_: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,15 @@ from transformers import (
     CLIPVisionModelWithProjection,
     Dinov2Config,
     Dinov2Model,
+    UperNetConfig,
+    UperNetForSemanticSegmentation,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessor,
     pipeline,
 )
 
-from linearize.convert import convert, plan_conversion
+from linearize.convert import convert, next_step, plan_conversion
 from linearize.data.images import count_images
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
@@ -202,10 +205,41 @@ def test_a_model_without_a_head_learns_its_teachers_features(place: Path) -> Non
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.usefixtures("unverified")
+def test_a_backbone_learns_its_map_and_goes_below_a_segmenter(place: Path, linearize: Command) -> None:
+    sharp = Dinov2Config(**SMALL, initializer_range=0.3, layerscale_value=1.0, out_features=["stage1", "stage2"])
+    config = UperNetConfig(
+        backbone_config=sharp, hidden_size=8, num_labels=3, use_auxiliary_head=False, pool_scales=[1]
+    )
+    torch.manual_seed(0)
+    segmenter = UperNetForSemanticSegmentation(config).eval()
+    segmenter.backbone.save_pretrained(place / "backbone")
+    recipe_of(place, "backbone", [FEATURES | {"steps": 20, "optimizer": {"lr": 1e-3}}])
+    code, out, err = linearize("finetune", place / "recipe.yaml", "--json")
+    assert code == 0, err
+    before, after = json.loads(out)["stages"]
+    assert after["error"] < before["error"]
+    final = place / "run-backbone" / "final"
+    data = [f"data.eval={{arrays: {place / 'eval.npz'}}}", "--teacher", place / "backbone", "--json"]
+    found = json.loads(linearize("eval", final, *data)[1])
+    with np.load(place / "eval.npz") as held, torch.no_grad():
+        pixels = torch.from_numpy(held["images"])
+    linear = AutoModel.from_pretrained(final, **TRUSTED).eval()
+    with torch.no_grad():
+        vectors = [one(pixels).feature_maps[-1].mean((2, 3)) for one in (segmenter.backbone, linear)]
+        expected = segmenter(pixel_values=pixels).logits
+        segmenter.backbone = linear
+        assert segmenter(pixel_values=pixels).logits.shape == expected.shape
+    assert found["pooling"] == "mean"
+    assert found["cosine_images"] == pytest.approx(float(torch.cosine_similarity(*vectors).mean()), abs=1e-5)
+
+
 def test_eval_compares_two_encoders_of_images(place: Path, linearize: Command) -> None:
     """By their vectors: the class token, and which other image is nearest."""
     plan = plan_conversion(str(place / "dino"), "la")
     convert(*plan, place / "la", level="none", say=lambda text: None)
+    command = shlex.split(next_step(plan[0], place / "la").splitlines()[0])
+    assert [stage.kind for stage in load_recipe(command[4], command[5:]).stages][-1] == "feature_cosine"
     data = [f"data.eval={{arrays: {place / 'eval.npz'}}}", "--teacher", place / "dino", "--json"]
     found = json.loads(linearize("eval", place / "la", *data)[1])
     assert (found["kind"], found["images"], found["pooling"]) == ("embeddings", 24, "first")

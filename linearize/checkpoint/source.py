@@ -30,7 +30,15 @@ SMALL_FILES = (
 # An adapter of peft in a model's own folder: transformers would put it onto the base that it names.
 ADAPTER_CONFIG = "adapter_config.json"
 # What tells of a model without its weights.
-CONFIG_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG, MANIFEST, "*.py", "*.index.json")
+CONFIG_FILES = (
+    "config.json",
+    "preprocessor_config.json",
+    "model_index.json",
+    ADAPTER_CONFIG,
+    MANIFEST,
+    "*.py",
+    "*.index.json",
+)
 # Weights in the order in which they are looked for: stem and suffix, in one file or, with an index, in many.
 FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 # Keys of a config that say how often a part is built, and more than any model has; building them takes half a minute.

@@ -77,9 +77,12 @@ def keeps_logits(code: Any) -> bool:
 
 def forward(model: Any, batch: Batch) -> Tensor:
     """Logits [B,T,V] of text; what `prediction` has of images; of a model without a head its last hidden states
-    [B,T,hidden]. Raises LinearizeError (exit 3) as `prediction`.
+    [B,T,hidden], of a backbone its last map of features as such. Raises LinearizeError (exit 3) as `prediction`.
     """
     out = run(model, batch)
+    if hasattr(out, "feature_maps"):
+        states = out.feature_maps[-1]
+        return states.flatten(2).transpose(1, 2) if states.ndim == 4 else states
     if not hasattr(out, "logits") and hasattr(out, "last_hidden_state"):
         return out.last_hidden_state
     return prediction(out, type(model).__name__) if "pixel_values" in batch else out.logits

@@ -18,10 +18,10 @@ def kind_of(model: Any) -> Kind:
 
 
 def has_head(model: Any) -> bool:
-    """Whether it predicts tokens or classes; transformers calls a model without head ...Model, and ...WithProjection
-    where it also puts out a vector of the whole."""
+    """Whether it predicts tokens or classes; transformers calls a model without head ...Model or ...Backbone, and
+    ...WithProjection where it also puts out a vector of the whole."""
     name = type(model).__name__.removesuffix("WithProjection").removesuffix("LMHeadModel")
-    return not name.endswith("Model")
+    return not name.endswith(("Model", "Backbone"))
 
 
 def check_trains(model: Any, kind: Kind) -> None:

@@ -142,7 +142,8 @@ def compare_images(student: Opened, teacher: Opened, found: Labelled, most: int)
     if count < 3:
         raise LinearizeError(f"{found.where} has {counted(len(images), 'image')}; give at least three")
     chosen = [number * len(images) // count for number in range(count)]
-    pooling: Pooling = "first" if any(mixer.site.prefix for mixer in mixers_of(student.model).values()) else "mean"
+    first = any(mixer.site.prefix for mixer in mixers_of(student.model).values())
+    pooling: Pooling = "first" if first and not hasattr(student.model, "out_features") else "mean"  # a map has none
     vectors: dict[str, Tensor] = {}
     with progress("eval", 2 * count) as advance, torch.no_grad():
         for who, model in (("student", student.model), ("teacher", teacher.model)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -41,13 +42,41 @@ def test_short_images_and_texts_are_faster_with_softmax(tmp_path: Path) -> None:
     assert holds(slower(*plan_conversion(str(tmp_path / "bert"), "mhla")), "512")
 
 
-def test_windows_and_causal_models_have_no_note(tmp_path: Path, zoo: object) -> None:
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"size": {"height": 224, "width": 224}}, "197"),
+        ({"size": {"shortest_edge": 256}, "do_center_crop": True, "crop_size": {"height": 224, "width": 224}}, "197"),
+        ({"size": 224}, "197"),  # as old files have it
+        ({"size": {"shortest_edge": 800, "longest_edge": 1333}}, "1,025"),  # the config's
+    ],
+)
+def test_an_image_has_the_size_that_the_processor_makes(tmp_path: Path, settings: object, tokens: str) -> None:
+    folder = vit(tmp_path / "vit", 512)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert holds(slower(*plan_conversion(str(folder), "saga")), tokens)
+
+
+def test_a_window_of_exact_tokens_costs_time(tmp_path: Path) -> None:
+    """The figures are those of the mechanism alone, so what is said of it with a window is no more than a bound."""
+    BertModel(BertConfig(**SMALL, vocab_size=30, max_position_embeddings=512)).save_pretrained(tmp_path / "bert")
+    alone, beside = ({"feature_map": "hedgehog"} | more for more in ({}, {"window": 32, "sink": 1}))
+    plain, windowed = (plan_conversion(str(tmp_path / "bert"), "la", options=options) for options in (alone, beside))
+    assert holds(slower(*plain), "400", "600")
+    assert holds(slower(*windowed), "512 on a CPU", "600 on an H200", "window")
+    assert not holds(slower(*windowed), "400")
+    assert all(holds(line, "without its window") for line in speeds(windowed[0]))
+    assert not any(holds(line, "without its window") for line in speeds(plain[0]))
+
+
+def test_windows_stay_short_and_causal_models_have_no_note(tmp_path: Path, zoo: object) -> None:
     from models import save_source
     from transformers import SwinModel
 
     sizes = {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2, "image_size": 16, "patch_size": 4}
     SwinModel(SwinConfig(**sizes)).save_pretrained(tmp_path / "swin")
-    assert slower(*plan_conversion(str(tmp_path / "swin"), "la", allow_drop=["score_bias"])) == ""
+    note = slower(*plan_conversion(str(tmp_path / "swin"), "la", allow_drop=["score_bias"]))
+    assert holds(note, "4 tokens", "window", "CPU", "H200")
     assert slower(*plan_conversion(str(save_source(tmp_path / "llama")), "la")) == ""
 
 
