@@ -254,8 +254,7 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     given = [value for value in told[1:] if not value.startswith(("convert", "model.base="))]
     command = shlex.join(["linearize", "finetune", recipe, *given, f"model.base={folder}", "convert=null"])
     if given or recipe != preset:  # its stages and data may be others
-        return f"distil it: {command}
---dry-run tells the time."
+        return f"distil it: {command}\n--dry-run tells the time."
     command += " stages.logit_kl.kind=feature_cosine" if of_images and headless else ""
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
