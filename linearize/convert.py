@@ -23,8 +23,7 @@ from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import IncompatibleError, LinearizeError, ResourceError, existing_folder, is_secret, leaves, reason_of
 from .estimate import break_even
-from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
-from .plan.keep import Choice, WindowChoice, is_auto
+from .plan.keep import Choice, WindowChoice, auto_heads, heads_available, is_auto, regrouped, unscored_heads
 from .plan.mechanisms import present_options, with_own_eps
 from .plan.plan import Plan, Step, local_steps, some
 from .plan.request import Request

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 
 from .. import __version__
 from ..errors import redact
-from ..plan.heads import written
+from ..plan.keep import written
 from ..plan.mechanisms import to_settings
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of

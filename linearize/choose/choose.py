@@ -31,8 +31,7 @@ from ..measure.evaluate import check_finite, feature_error
 from ..measure.generate import device_memory, load_tokenizer, watch_tokens
 from ..measure.positions import long_rows, longest_text
 from ..measure.recall import Row, Writer
-from ..plan.heads import leaves_one, named
-from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl
+from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl, leaves_one, named
 from ..plan.plan import Plan, Step
 from ..probe.trace import quiet
 from ..terminal.output import counted, layers_named, ranges

@@ -6,6 +6,10 @@ needed. Text is one stream, cut every T tokens; a conversation stays in one bloc
 
 On disk a block is T little-endian uint32 words: the token id in the low 29 bits, and three flags. Ids,
 positions, labels and padding together cost 4 bytes a token, and there is one file to write, map and rename.
+
+For sentence encoders a row has one short text, as their users embed them: a document is cut at the ends of sentences
+and at blank lines, and its texts have 1, 2, 4 and 8 sentences in turn (LENGTHS), so that a student sees short ones and
+long ones. A text has the tokenizer's special tokens and is cut at seq_len.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -29,11 +35,40 @@ from ..errors import LinearizeError, ResourceError
 from ..terminal.output import counted
 from ..train.losses import IGNORED
 from .cache_key import fingerprint, identity
-from .documents import Piece, TextSource, end_token, pieces
-from .texts import text_pieces
+from .documents import Piece, TextSource, end_token, pieces, plain_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+LENGTHS = (1, 2, 4, 8)
+SHORTEST = 12  # characters of a sentence: what is shorter is a number, a bracket, a word of a list
+END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+AT_ONCE = 1024  # texts in one call of the tokenizer
+
+
+def sentences(document: str) -> list[str]:
+    """The sentences of a document, in order."""
+    return [part.strip() for part in END.split(document) if len(part.strip()) >= SHORTEST]
+
+
+def texts(document: str) -> Iterator[str]:
+    """A document's texts, each sentence in one of them."""
+    found, start = sentences(document), 0
+    for length in cycle(LENGTHS):
+        if start >= len(found):
+            return
+        yield " ".join(found[start : start + length])
+        start += length
+
+
+def text_pieces(source: TextSource, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Iterator[Piece]:
+    """Each text of `source` as a piece that fills a row alone."""
+    every = (text for document in plain_texts(source) for text in texts(document))
+    while some := list(islice(every, AT_ONCE)):
+        for ids in tokenizer(some, truncation=True, max_length=seq_len)["input_ids"]:
+            yield Piece(ids, None, first=True, whole=True)
+
 
 __all__ = ["BlockOrder", "Blocks", "MixedBlocks", "TextSource", "build_blocks", "data_fingerprint"]
 
@@ -198,7 +233,7 @@ def build_blocks(
 
     `sft` learns what the assistant writes (and all of plain text); otherwise every token is a target.
     `max_tokens` ends the reading at that many tokens, rounded up to blocks; a streaming dataset needs it.
-    With `texts` a block is one text of texts.py and padding, and `sft` plays no part.
+    With `texts` a block is one text of `text_pieces` and padding, and `sft` plays no part.
     With several processes let one call this first: the others then find its file. Raises LinearizeError for
     input that cannot be used.
     """

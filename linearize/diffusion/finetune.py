@@ -44,7 +44,7 @@ from . import convert as surgery
 from .evaluate import SAMPLES, compare_predictions, latents_compared, picture, sample, setback
 from .latents import Data, Noise, files_of, noise_of, read_data
 from .recipe import DiffusionRecipe
-from .verify import origin_of, refuse_code, verify_folder
+from .verify import converted_parts, plan_push, verify_folder
 
 Say = Callable[[str], None]
 Decode = Callable[[Tensor], Tensor]
@@ -96,8 +96,6 @@ def finetune(
             run.finish()
             say(f"saved {run.final}; samples of student and teacher are in {folder / PICTURE}")
             if recipe.finish.push is not None:
-                from .push import plan_push
-
                 given = run.final, recipe.finish.push, recipe.model.trust_remote_code, say
                 report["pushed"] = push_saved(*given, plan_push)
         accelerator.wait_for_everyone()
@@ -289,15 +287,9 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
 
 
 def converted_part(base: Path, trust: bool) -> str:
-    """The name of the converted transformer in a folder. Raises LinearizeError (exit 3) where there is none."""
-    parts = parts_of(base)
-    configs = {part: read_json(base / part / "config.json") for part in parts} if parts else {}
-    if not parts or not all(config.get("linearize") for config in configs.values()):
-        message = f"{base} holds no transformer that linearize converted. Convert it, or add convert to the recipe"
-        raise IncompatibleError(message)
+    """The name of the converted transformer in a folder. Raises LinearizeError (exit 3) where there is not one."""
+    parts = [*converted_parts(base, trust)]
     check_one(base, parts)
-    if not trust:
-        refuse_code(base, origin_of(base, configs))
     return parts[0]
 
 

@@ -23,6 +23,7 @@ from ..checkpoint.provenance import Origin, layer_differences, refuse_code
 from ..checkpoint.source import hub_kernel, read_header, read_json, unreadable
 from ..checkpoint.write import MANIFEST, no_hashes
 from ..errors import CheckFailedError, IncompatibleError
+from ..hub.push import Upload, check_name, listed_upload
 from ..plan.plan import Plan, some
 from ..probe.trace import quiet
 from ..verify import checks
@@ -133,31 +134,37 @@ def verify_folder(
     try:
         if (folder / INDEX_FILE).exists():
             read_json(folder / INDEX_FILE)  # or say what is wrong with it
-        parts = parts_of(folder)
-        configs = {part: read_json(folder / part / "config.json") for part in parts}
+        configs = converted_parts(folder, trust_remote_code)
     except OSError as error:
         raise unreadable(error) from error
-    if not parts or not all(config.get("linearize") for config in configs.values()):
-        raise IncompatibleError(
-            f"{folder} holds no transformer that linearize converted: nothing to verify. Convert it first: linearize "
-            f"convert {folder} --to mhla"
-        )
-    if not trust_remote_code:
-        refuse_code(folder, origin_of(folder, configs))
     found = [checks.attempt("files", lambda: checks.check_files(folder))]
-    for part in parts:
+    for part, config in configs.items():
         label = f"{part}: " if part else ""
-        found.append(checks.attempt(f"{label}config", partial(check_plan, folder, part, configs[part])))
+        found.append(checks.attempt(f"{label}config", partial(check_plan, folder, part, config)))
         found.append(checks.attempt(f"{label}index", partial(checks.check_index, folder / part, SHARDS)))
         found.append(
             checks.attempt(
                 f"{label}new weights", partial(checks.check_new, folder / part, strict, manifest_of(folder, part))
             )
         )
-    found.append(checks.attempt("untouched weights", partial(check_hashes, folder, parts)))
+    found.append(checks.attempt("untouched weights", partial(check_hashes, folder, [*configs])))
     if behaviours:
         found += check_behaviours(folder, STRICT if strict else RELOADED)
     return [checks.strictly(check) for check in found] if strict else found
+
+
+def converted_parts(folder: Path, trust_remote_code: bool) -> dict[str, dict[str, Any]]:
+    """The config.json of each converted transformer in a folder, by the part's name. Raises LinearizeError (exit 3)
+    where there is none, and unless `trust_remote_code` for code that no version of linearize writes."""
+    configs = {part: read_json(folder / part / "config.json") for part in parts_of(folder)}
+    if not configs or not all(config.get("linearize") for config in configs.values()):
+        raise IncompatibleError(
+            f"{folder} holds no transformer that linearize converted. Convert it first: linearize convert {folder} "
+            "--to mhla, or add convert to the recipe"
+        )
+    if not trust_remote_code:
+        refuse_code(folder, origin_of(folder, configs))
+    return configs
 
 
 def origin_of(folder: Path, configs: dict[str, dict[str, Any]]) -> Origin:
@@ -238,3 +245,28 @@ def check_behaviours(folder: Path, limit: float) -> list[Check]:
         ]
 
     return checks.reload(CHECK, [str(folder.absolute()), "checks", str(limit)], wrong)
+
+
+# ---------------------------------------------------------------- linearize push
+
+
+def plan_push(
+    folder: Path,
+    repo: str,
+    *,
+    private: bool = False,
+    pr: bool = False,
+    message: str | None = None,
+    trust_remote_code: bool = False,
+) -> Upload:
+    """As `plan_push` of ../hub/push.py. Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not
+    convert, 6 for one that does not verify."""
+    check_name(repo)
+    if not (folder / MANIFEST).exists():
+        raise IncompatibleError(f"{folder} is no folder that linearize convert or finetune wrote")
+    converted_parts(folder, trust_remote_code)
+    failed = [row for row in verify_folder(folder, trust_remote_code=True, behaviours=False) if row.status == "failed"]
+    if failed:
+        raise CheckFailedError(f"{folder} does not verify: {failed[0].name}: {failed[0].detail}")
+    plan = Plan.from_json(read_json(folder / MANIFEST)["plan"])
+    return listed_upload(folder, plan, repo, private=private, pr=pr, message=message)

@@ -23,10 +23,9 @@ from ..train.save import meta_model
 from ..train.small_adamw import fresh_state
 from ..train.student import Student, inject_lora, is_source
 from ..train.teacher import Named, find_teacher, give_teacher
-from .kernels import as_on_gpu
 from .repeated_layers import Layers, LayersDiffer, find_layers, rehearsed_once, whole
 from .step import Step
-from .tracker import Tracker, Work, total
+from .tracker import Tracker, Work, as_on_gpu, total
 
 NONE = Work()
 PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits")

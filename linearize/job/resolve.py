@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.source import Source
 from ..errors import IncompatibleError, LinearizeError, reason_of, resource_error, undamaged
-from ..estimate.choose import as_before, choose, is_open, without_auto
+from ..estimate.advice import as_before, choose, is_open, without_auto
 from ..estimate.estimate import Cost, estimate
 from ..estimate.gpus import Device, card, present
 from ..estimate.memory import Counted, Rehearsal

@@ -30,9 +30,8 @@ from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import cache_of, most_tokens
-from .conversations import compare_answers, questions
 from .evaluate import check_finite, sample_count
-from .free_generation import beginnings, free_generation, steps_of
+from .free_generation import beginnings, compare_answers, free_generation, questions, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
 from .recall import Writer, rows_of, score

@@ -21,16 +21,15 @@ from training import base, make_recipe, stage, train, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearize.errors import Exit, LinearizeError
-from linearize.estimate import kernels, memory
+from linearize.estimate import memory, tracker
 from linearize.estimate.advice import fitting_rows, written
 from linearize.estimate.cards import CARDS, per_hour
 from linearize.estimate.estimate import estimate, packed_tokens
 from linearize.estimate.gpus import Device, card, cpu_rates, present
-from linearize.estimate.kernels import most_of
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.repeated_layers import Layers, LayersDiffer, find_layers
 from linearize.estimate.step import Step
-from linearize.estimate.tracker import Tracker, Work
+from linearize.estimate.tracker import Tracker, Work, most_of
 from linearize.job import checks, resolve
 from linearize.job.dry_run import dry_run
 from linearize.recipe.recipe import Recipe, load_recipe
@@ -472,7 +471,7 @@ def test_scratch_memory_of_operators_counts(root: Path, tmp_path: Path, monkeypa
             held.append(most_of(host, inputs))
             return int(share * held[-1])
 
-        monkeypatch.setattr(kernels, "most_of", most)
+        monkeypatch.setattr(tracker, "most_of", most)
         return Rehearsal(recipe, None, folder, "bf16", gpu=True).stage(0).peak
 
     without, as_it_is = peak(0.0), peak(1.0)
