@@ -15,8 +15,8 @@ from ..errors import LinearizeError
 from ..estimate.advice import advise
 from ..estimate.break_even import speeds
 from ..estimate.estimate import refusal, sharded
-from ..estimate.measure import measure_stages
 from ..estimate.memory import Rehearsal
+from ..estimate.step import measure_stages
 from ..plan.plan import Plan
 from ..recipe.recipe import Recipe
 from ..terminal.output import counted, size

@@ -16,7 +16,8 @@ from ..errors import LinearizeError
 from ..estimate.estimate import StageCost
 from ..estimate.hours import most_tokens_of
 from ..estimate.memory import Rehearsal
-from ..hub.download import shortly, unanswered
+from ..hub.download import unanswered
+from ..hub.errors import shortly
 from ..page.record import EVAL, FINAL
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, FileSource, described, holds_images, local_paths, parts_of, unit_of

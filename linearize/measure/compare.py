@@ -17,9 +17,8 @@ import torch
 from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import check_there, collate, targets
-from ..data.cache_key import fingerprint
 from ..data.documents import TextSource, check_enough
-from ..data.packing import Blocks, build_blocks
+from ..data.packing import Blocks, build_blocks, fingerprint
 from ..errors import Exit, LinearizeError
 from ..recipe.data import DemoSource, holds_images
 from ..recipe.models import Eval

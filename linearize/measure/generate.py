@@ -22,8 +22,8 @@ from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.source import Source, open_source, read_header
 from ..checkpoint.write import meta_pickle
 from ..convert import load_config
-from ..data.cache_key import PROBE
 from ..data.chat import end_tokens, prompt_ids
+from ..data.packing import PROBE
 from ..errors import Exit, IncompatibleError, LinearizeError, did_you_mean, os_error, reason_of
 from ..probe.trace import quiet
 from ..train.save import load_converted, load_whole
