@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import cache, partial
 from typing import Any
 
@@ -37,23 +36,16 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def load_case(name: str) -> Case:
     """The case `name`. Raises LinearizeError (exit 2) for an unknown one."""
-    known = cases()
-    if name not in known:
+    if name not in CASES:
         raise LinearizeError(
-            f"--mechanism {name}: no kernels to measure.{did_you_mean(name, known)} Known: {', '.join(known)}, or all"
+            f"--mechanism {name}: no kernels to measure.{did_you_mean(name, CASES)} Known: {', '.join(CASES)}, or all"
         )
-    return known[name]()
+    return CASES[name]()
 
 
 def case_names() -> list[str]:
     """Names of all cases, sorted."""
-    return [*cases()]
-
-
-def cases() -> dict[str, type[Case]]:
-    """The classes of this file by name."""
-    found = [value for value in globals().values() if inspect.isclass(value) and value.__module__ == __name__]
-    return {one.__name__.lower(): one for one in sorted(found, key=lambda one: one.__name__.lower())}
+    return sorted(CASES)
 
 
 def equal_heads(B: int, T: int, H: int = 16, D: int = 128, **others: Any) -> Shape:
@@ -484,3 +476,8 @@ def flex(inputs: list[Tensor], mask: BlockMask, grouped: bool) -> Tensor:
     """Softmax of q [B,T,H,D] over what `mask` lets it see of k, v [B,T,Hkv,D]."""
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return _compiled()(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+CASES: dict[str, type[Case]] = {
+    one.__name__.lower(): one for one in (GDN, GLA, GSA, LA, Mamba2, MHLA, RetNet, SAGA, SLA, Window)
+}

@@ -247,7 +247,8 @@ def build_blocks(
     facts = [_FORMAT, identity(source), fingerprint(tokenizer, chat=True), seq_len, sft, max_tokens]
     key = json.dumps([*facts, *(["texts"] if texts else [])])
     path = cache_dir / f"blocks-{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
-    if path.exists() or (_has_content(source) and _linked(path)):
+    hashed = source.path is None or Path(source.path).is_dir()  # else its address alone, of what may change
+    if path.exists() or (hashed and _linked(path)):
         return Blocks(path)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -270,11 +271,6 @@ def build_blocks(
         with suppress(OSError):
             partial.unlink()
     return Blocks(path)
-
-
-def _has_content(source: TextSource) -> bool:
-    """Whether the key of a source holds a hash of its text, not the address alone of what others may change."""
-    return source.path is None or Path(source.path).is_dir()
 
 
 def _linked(path: Path) -> bool:

@@ -274,9 +274,10 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
     check_code_cache()
     diffusers = surgery.load_diffusers(base)
     diffusers.utils.logging.disable_progress_bar()
-    name = converted_part(base, recipe.model.trust_remote_code)
+    parts = [*converted_parts(base, recipe.model.trust_remote_code)]
+    check_one(base, parts)
     try:
-        model = load_parts(base)[name]
+        model = load_parts(base)[parts[0]]
     except Exception as error:  # loaders of many components raise as they like
         if resource_error(error) is not None:
             raise
@@ -284,13 +285,6 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
         raise IncompatibleError(message) from error
     check_inputs(base, model)
     return model, noise_of(recipe.noise, type(model).__name__, component(base, "scheduler", diffusers))
-
-
-def converted_part(base: Path, trust: bool) -> str:
-    """The name of the converted transformer in a folder. Raises LinearizeError (exit 3) where there is not one."""
-    parts = [*converted_parts(base, trust)]
-    check_one(base, parts)
-    return parts[0]
 
 
 def component(folder: Path, name: str, diffusers: Any) -> Any:

@@ -58,10 +58,6 @@ class StageCost:
         """Bytes that the device must have: the peak, the allocator's fragments, the context."""
         return int(self.memory.peak * (1 + FRAGMENTS * (device.kind == "cuda"))) + device.reserved
 
-    def take_measured(self, tokens_per_s: float) -> None:
-        """The time is that of a measured speed from now on."""
-        self.hours = None if self.tokens is None else self.tokens / tokens_per_s / 3600
-
     def row(self, device: Device) -> dict[str, Any]:
         """Plain data, for JSON."""
         stage = self.stage

@@ -42,10 +42,15 @@ def check_fit(job: Job, model: Any) -> None:
     check_teacher(job.teacher, job.recipe, model)
 
 
-def check_before_start(job: Job) -> None:
-    """All that can be refused of a job before its folder is opened."""
+def check_fit_here(job: Job) -> None:
+    """`check_fit` of its own model, and refuse steps that its device cannot record."""
     check_fit(job, job.model)
     check_graphs(job.recipe, torch.device(job.device.kind), sharded(), job.model)
+
+
+def check_before_start(job: Job) -> None:
+    """All that can be refused of a job before its folder is opened."""
+    check_fit_here(job)
     check_resources(job)
     check_text(job.recipe)
 

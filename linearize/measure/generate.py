@@ -19,7 +19,7 @@ from linearize_kernels.hf.attention_hooks import mixers_of
 
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code_cache
-from ..checkpoint.source import Source, open_source, read_header
+from ..checkpoint.source import open_source, read_header
 from ..checkpoint.write import meta_pickle
 from ..convert import load_config
 from ..data.chat import end_tokens, prompt_ids
@@ -142,7 +142,9 @@ def load_any(
         loaded = load_converted(source.folder, kind, trust_remote_code)
     else:
         load_config(source, trust_remote_code)  # refuses code of its own without trust
-        loaded = _load_native(source, kind, trust_remote_code)
+        for shard in source.shards:
+            meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
+        loaded = load_whole(source.folder, kind, trust_remote_code)
     return Opened(loaded.to(where).eval(), source.folder, linearized)
 
 
@@ -172,12 +174,6 @@ def _dtype(name: str) -> Any:
     if name not in DTYPE_NAMES:
         raise LinearizeError(f"--dtype {name}: choose {', '.join(DTYPE_NAMES)}.{did_you_mean(name, DTYPE_NAMES)}")
     return "auto" if name == "keep" else getattr(torch, name)
-
-
-def _load_native(source: Source, dtype: Any, trust_remote_code: bool) -> Any:
-    for shard in source.shards:
-        meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
-    return load_whole(source.folder, dtype, trust_remote_code)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:

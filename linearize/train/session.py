@@ -117,7 +117,6 @@ class Finetuner:
             if self.sharded and own_texts(self.recipe.data_for(stage)):
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
                 raise IncompatibleError(f"{message}, then give data.train the files in its cache")
-        check_graphs(self.recipe, self.device, self.sharded, self.model)
         for note in stage_notes(
             self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
         ):
