@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ from ..train.stages import end_to_end_loss, transfer_loss
 from ..train.student import Student
 from ..train.teacher import give_teacher
 from ..verify.child.inputs import make_inputs
-from .memory import Rehearsal
+
+if TYPE_CHECKING:
+    from .memory import Rehearsal
 
 
 class Step:
