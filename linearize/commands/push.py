@@ -55,7 +55,7 @@ def push(
     results, left_out = (None, "") if pipeline else hub.results_of(folder, evaluation)
     with contextlib.nullcontext(folder) if pipeline else adopted(folder, trust_remote_code=trust_remote_code) as whole:
         if pipeline:
-            from ..diffusion.verify import plan_push
+            from ..diffusion.push import plan_push
         else:
             from ..hub.push import plan_push
         upload = plan_push(whole, repo, **asked)

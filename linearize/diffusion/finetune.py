@@ -44,7 +44,7 @@ from . import convert as surgery
 from .evaluate import SAMPLES, compare_predictions, latents_compared, picture, sample, setback
 from .latents import Data, Noise, files_of, noise_of, read_data
 from .recipe import DiffusionRecipe
-from .verify import converted_parts, plan_push, verify_folder
+from .verify import converted_parts, verify_folder
 
 Say = Callable[[str], None]
 Decode = Callable[[Tensor], Tensor]
@@ -96,6 +96,8 @@ def finetune(
             run.finish()
             say(f"saved {run.final}; samples of student and teacher are in {folder / PICTURE}")
             if recipe.finish.push is not None:
+                from .push import plan_push
+
                 given = run.final, recipe.finish.push, recipe.model.trust_remote_code, say
                 report["pushed"] = push_saved(*given, plan_push)
         accelerator.wait_for_everyone()

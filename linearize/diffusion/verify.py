@@ -23,7 +23,6 @@ from ..checkpoint.provenance import Origin, layer_differences, refuse_code
 from ..checkpoint.source import hub_kernel, read_header, read_json, unreadable
 from ..checkpoint.write import MANIFEST, no_hashes
 from ..errors import CheckFailedError, IncompatibleError
-from ..hub.push import Upload, check_name, listed_upload
 from ..plan.plan import Plan, some
 from ..probe.trace import quiet
 from ..verify import checks
@@ -245,28 +244,3 @@ def check_behaviours(folder: Path, limit: float) -> list[Check]:
         ]
 
     return checks.reload(CHECK, [str(folder.absolute()), "checks", str(limit)], wrong)
-
-
-# ---------------------------------------------------------------- linearize push
-
-
-def plan_push(
-    folder: Path,
-    repo: str,
-    *,
-    private: bool = False,
-    pr: bool = False,
-    message: str | None = None,
-    trust_remote_code: bool = False,
-) -> Upload:
-    """As `plan_push` of ../hub/push.py. Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not
-    convert, 6 for one that does not verify."""
-    check_name(repo)
-    if not (folder / MANIFEST).exists():
-        raise IncompatibleError(f"{folder} is no folder that linearize convert or finetune wrote")
-    converted_parts(folder, trust_remote_code)
-    failed = [row for row in verify_folder(folder, trust_remote_code=True, behaviours=False) if row.status == "failed"]
-    if failed:
-        raise CheckFailedError(f"{folder} does not verify: {failed[0].name}: {failed[0].detail}")
-    plan = Plan.from_json(read_json(folder / MANIFEST)["plan"])
-    return listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
