@@ -26,11 +26,11 @@ from ..checkpoint.manifest import listed_files
 from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.shards import TORCH_DTYPES, combined_sha256, file_hashes, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, read_header, read_json
-from ..convert import check_disk, separate
-from ..errors import CheckFailedError, IncompatibleError, LinearizeError, reason_of, resource_error, undamaged
+from ..convert import check_disk
+from ..errors import CheckFailedError, IncompatibleError, reason_of, resource_error, undamaged
 from ..hub.push import check_access, push_saved
 from ..job import start
-from ..job.checks import check_stage_name, check_stage_order
+from ..job.checks import check_folders_separate, check_stage_name, check_stage_order
 from ..job.source import asked_of
 from ..page.drawing import pillow
 from ..plan.plan import Plan
@@ -237,9 +237,7 @@ def check_base(recipe: DiffusionRecipe) -> None:
     if not surgery.holds_diffusers(recipe.model.base):
         message = f"model.base {recipe.model.base} is no folder of a pipeline or transformer of diffusers"
         raise IncompatibleError(f"{message}, which latents are for")
-    if not separate(Path(recipe.model.base).expanduser(), Path(recipe.output_dir)):
-        message = f"output_dir {recipe.output_dir} and model.base {recipe.model.base} must be separate folders"
-        raise LinearizeError(f"{message}: neither inside the other. Set output_dir to another folder")
+    check_folders_separate(recipe, {"model.base": recipe.model.base})
 
 
 def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:

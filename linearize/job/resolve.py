@@ -201,7 +201,8 @@ def resolve(
     Raises LinearizeError (exit 2) for a stage that there is none of, folders that overlap, and as `Run` does.
     """
     check_stage_name(recipe, only)
-    check_folders_separate(recipe, {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)})
+    read = {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)}
+    check_folders_separate(recipe, read | ({} if recipe.teacher is None else {"teacher.model": recipe.teacher.model}))
     run = None
     if resume is not None:
         recipe = as_resumed(recipe, resume)
