@@ -83,7 +83,7 @@ def report_page(run: RunRecord) -> str:
 
 def pictures(run: RunRecord) -> dict[str, Drawing]:
     """What can be drawn of a run, by the name of its section."""
-    found = {}
+    found = dict[str, Drawing]()
     for name, (_, _, draw) in SECTIONS.items():
         with contextlib.suppress(ValueError):  # there is nothing to show
             found |= {name: draw(run)} if draw is not None else {}
