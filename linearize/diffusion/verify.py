@@ -158,8 +158,8 @@ def converted_parts(folder: Path, trust_remote_code: bool) -> dict[str, dict[str
     configs = {part: read_json(folder / part / "config.json") for part in parts_of(folder)}
     if not configs or not all(config.get("linearize") for config in configs.values()):
         raise IncompatibleError(
-            f"{folder} holds no transformer that linearize converted. Convert it first: linearize convert {folder} "
-            "--to mhla, or add convert to the recipe"
+            f"{folder} holds no transformer that linearize converted: nothing to verify, train or push. Convert it "
+            f"first: linearize convert {folder} --to mhla, or add convert to the recipe"
         )
     if not trust_remote_code:
         refuse_code(folder, origin_of(folder, configs))
