@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from benchmarks.blocks import BlockShape, block_inputs, make_blocks
+from benchmarks.vision import BlockShape, block_inputs, make_blocks
 from linearize.bench.timing import captured_us, here, machine
 from linearize.plan.mechanisms import parse_settings
 

@@ -14,11 +14,13 @@ import argparse
 import itertools
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from linearize.bench.case import Shape
 from linearize.bench.kernels import load_case, measure_step
+from linearize.bench.timing import here, wait
 from linearize_kernels.gsa import config as gsa_config
-
-from .device_times import kernel_times
 
 CANDIDATES: list[dict[str, Any]] = [
     *({"chunk_size": chunk} for chunk in (64, 32)),
@@ -56,6 +58,25 @@ def main() -> None:
         except Exception as error:  # a candidate may need more shared memory than there is
             print(f"{change}: {type(error).__name__}", flush=True)
     gsa_config.choose = chosen
+
+
+def kernel_times(mechanism: str, shape: Shape, repeats: int = 5) -> dict[str, float]:
+    """Device time of all kernels of a forward and backward, and of each in µs: the mean of `repeats` after one more."""
+    case = load_case(mechanism)
+    inputs = [x.requires_grad_() for x in case.inputs(shape, here())]
+    do = torch.randn_like(inputs[0])
+
+    def both() -> None:
+        torch.autograd.grad(case.op(inputs, shape, "triton"), inputs, do)
+
+    both()
+    wait()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(repeats):
+            both()
+        wait()
+    times = {e.key: e.device_time_total / repeats for e in profiled.key_averages() if e.key.endswith("_kernel")}
+    return {"all": sum(times.values()), **times}
 
 
 if __name__ == "__main__":

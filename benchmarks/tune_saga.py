@@ -18,7 +18,7 @@ from linearize_kernels.gpu import launch
 from linearize_kernels.saga import launch as saga_launch
 from linearize_kernels.saga.launch import Config, Tiles
 
-from .device_times import kernel_times
+from .tune_gsa import kernel_times
 
 CANDIDATES = [Tiles(*sizes) for sizes in ((64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 1), (128, 8, 2), (128, 8, 1))]
 PROGRAMS = (4, 16)

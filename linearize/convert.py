@@ -23,8 +23,7 @@ from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
 from .errors import IncompatibleError, LinearizeError, ResourceError, existing_folder, is_secret, leaves, reason_of
 from .estimate import break_even
-from .plan.heads import auto_heads, heads_available, regrouped, unscored_heads
-from .plan.keep import Choice, WindowChoice, is_auto
+from .plan.keep import Choice, WindowChoice, auto_heads, heads_available, is_auto, regrouped, unscored_heads
 from .plan.mechanisms import present_options, with_own_eps
 from .plan.plan import Plan, Step, local_steps, some
 from .plan.request import Request
@@ -141,10 +140,8 @@ def plan_conversion(
             check_weights(source, natives)
             heads = choose(whole, source, natives, text, len(heads.kept), groups)
         request = dataclasses.replace(request, keep_heads=regrouped(heads.kept))
-    if (choice or heads) and weights and choose is None:
-        raise TypeError("auto needs `choose`, such as that of linearize.choose.choose.choosers")
-    if windows and weights and choose_windows is None:
-        raise TypeError("auto needs `choose_windows`, such as that of linearize.choose.choose.choosers")
+    if weights and (((choice or heads) and choose is None) or (windows and choose_windows is None)):
+        raise TypeError("auto needs `choose` and `choose_windows`, such as those of linearize.choose.choose.choosers")
     plan = request.plan(source, found, **facts)
     if price is not None and choice is None and windows is None and plan.local:
         if writes_no_text(natives):

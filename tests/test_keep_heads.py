@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from linearize.checkpoint.manifest import read_plan
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
-from linearize.plan.heads import parse_groups, regrouped, written
+from linearize.plan.keep import parse_groups, regrouped, written
 from linearize_kernels.hf.attention_hooks import mixers_of
 from linearize_kernels.hf.cache import record_past
 

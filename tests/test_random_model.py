@@ -15,8 +15,8 @@ from training import EOS, VOCAB, T, byte_tokenizer, same, stage, tensors, write_
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.errors import LinearizeError
+from linearize.job.source import write_random
 from linearize.recipe.recipe import load_recipe
-from linearize.train.random_model import write_random
 from linearize.train.session import check_model
 
 LLAMA = {

@@ -18,9 +18,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 from linearize.checkpoint.carried import carried_files
 from linearize.convert import convert, next_step, plan_conversion
 from linearize.data.batches import by_length
-from linearize.data.masked import MaskedBlocks
-from linearize.data.packing import TextSource, build_blocks
-from linearize.data.texts import sentences, texts
+from linearize.data.packing import MaskedBlocks, TextSource, build_blocks, sentences, texts
 from linearize.errors import LinearizeError
 from linearize.finetune import finetune
 from linearize.measure.embeddings import passages, pooling_of, spearman

@@ -1,24 +1,18 @@
 """What `linearize bench kernels` measures for one mechanism or for the exact window.
 
-The folder `cases` is the registry: the case `gsa` is the one subclass of `Case` that `cases/gsa.py` defines; measuring,
-tables and pictures are shared.
+cases.py is the registry: the case `gsa` is its subclass `GSA` of `Case`; measuring, tables and pictures are shared.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-
-from ..errors import LinearizeError, did_you_mean
 
 Run = Callable[[], Tensor]
 
@@ -52,10 +46,6 @@ class Shape(NamedTuple):
         parts += ["gates " + short(self.gates)] * (self.gates != "float32") + ["bidirectional"] * (not self.causal)
         parts += [f"over {self.base}"] * bool(self.base) + [f"{self.memories} memories"] * bool(self.memories)
         return " ".join(filter(None, parts))
-
-
-# Tokens and heads of one long row, which few programs would walk along.
-LONG = tuple((T, H) for T in (16384, 131072) for H in (4, 8, 16))
 
 
 def short(dtype: str) -> str:
@@ -154,21 +144,3 @@ def softmax_flops(shape: Shape) -> dict[str, int]:
     """Of forward, two products of T x T x D, and of both, seven; half of each where it is causal."""
     product = (1 if shape.causal else 2) * shape.B * shape.H * shape.T**2 * shape.D
     return {"forward": 2 * product, "both": 7 * product}
-
-
-def case_names() -> list[str]:
-    """Files of the folder `cases`."""
-    return sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[!_]*.py"))
-
-
-def load_case(name: str) -> Case:
-    """The case `name`. Raises LinearizeError (exit 2) for an unknown one."""
-    known = case_names()
-    if name not in known:
-        raise LinearizeError(
-            f"--mechanism {name}: no kernels to measure.{did_you_mean(name, known)} Known: {', '.join(known)}, or all"
-        )
-    module = importlib.import_module(f"{__package__}.cases.{name}")
-    classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, Case)]
-    (own,) = [value for value in classes if value.__module__ == module.__name__]
-    return own()

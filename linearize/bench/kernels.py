@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..terminal.progress import Advance, progress
-from .case import COMPILED, OURS, PYTORCH, Case, Run, Shape, case_names, load_case, softmax, softmax_flops
+from .case import COMPILED, OURS, PYTORCH, Case, Run, Shape, softmax, softmax_flops
+from .cases import case_names, load_case
 from .layer import FIRST, Layer
 from .report import first_line, line
 from .timing import allocated, captured_us, here, machine, measure_ceilings, peak_mib, queued, wait

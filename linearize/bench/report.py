@@ -93,7 +93,8 @@ def _runs(records: list[dict[str, Any]]) -> Iterator[str]:
     columns = ("forward ms", "forward + backward ms", "peak MiB", "TFLOP/s", "TB/s", "times the roofline", "CPU ms")
     rows = []
     for run in records:
-        cells = [run["shape"], run["name"], *(_time(run[part]) for part in PARTS if part in run)]
+        times = [run[part] for part in PARTS if part in run]
+        cells = [run["shape"], run["name"], *(f"{t['ms']:.3f} ({t['low']:.3f}-{t['high']:.3f})" for t in times)]
         cells += [run["failed"]] if "failed" in run else _rates(run)
         ours = _ours(records, run)
         beside = [] if run is ours else filter(None, _ratios(ours, run))
@@ -114,10 +115,6 @@ def _rates(run: dict[str, Any]) -> list[str]:
     least = run.get("roofline_ms")
     cells += [", ".join(f"{run[part]['ms'] / least[part]:.1f}" for part in PARTS) if least else ""]
     return [*cells, ", ".join(f"{run[part]['host']:.2f}" for part in PARTS if "host" in run[part])]
-
-
-def _time(record: dict[str, float]) -> str:
-    return f"{record['ms']:.3f} ({record['low']:.3f}-{record['high']:.3f})"
 
 
 def _errors(records: list[dict[str, Any]]) -> Iterator[str]:

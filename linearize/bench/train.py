@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..estimate.measure import measure_stages
+from ..estimate.step import measure_stages
 from ..job.resolve import resolve
 from ..recipe.recipe import Recipe
 from ..terminal.output import markdown_table

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 
 from .. import __version__
 from ..errors import redact
-from ..plan.heads import written
+from ..plan.keep import written
 from ..plan.mechanisms import to_settings
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
@@ -111,6 +111,7 @@ def model_card(
     """
     mechanisms = sorted({step.mechanism for step in plan.linear})
     notes = "".join(f"\n- dropped: {note}" for note in plan.notes)
+    shown = "".join(f"\n![{about}]({PICTURES}/{name})\n" for name, about in (pictures or {}).items())
     text = CARD.format(
         metadata=metadata(plan, origin, recipe, report),
         base=f"[`{plan.source}`](https://huggingface.co/{plan.source})" if on_hub(plan) else f"`{plan.source}`",
@@ -132,9 +133,7 @@ def model_card(
         sentences=SENTENCES if sentence_files(origin) else "",
         options=options_text(plan),
         notes=notes + "\n" if notes else "",
-        results=""
-        if recipe is None or report is None
-        else measured(recipe, report) + pictured(pictures) + recipe_text(recipe),
+        results="" if recipe is None or report is None else measured(recipe, report) + shown + recipe_text(recipe),
     )
     return redact(text)
 
@@ -207,11 +206,6 @@ def tokenizer_alone(plan: Plan, origin: Path) -> bool:
     """Whether what makes the inputs is a tokenizer without code of its own, so that none has to be trusted."""
     path = origin / TOKENIZER
     return loading(plan)["processor"] == "tokenizer" and not (path.is_file() and read_json(path).get("auto_map"))
-
-
-def for_repo(text: str, repo: str) -> str:
-    """A card whose lines of code load from the Hub repository `repo`."""
-    return text.replace(PLACE, f'name = "{repo}"')
 
 
 def on_hub(plan: Plan) -> bool:
@@ -322,11 +316,6 @@ def by_position(found: dict[str, Any] | None) -> list[str]:
 def _count(tokens: int | None) -> str:
     """Runs of earlier versions did not record how many there were."""
     return "" if tokens is None else f"{tokens:,}"
-
-
-def pictured(pictures: Mapping[str, str] | None) -> str:
-    """The pictures, each with what it shows in words."""
-    return "".join(f"\n![{about}]({PICTURES}/{name})\n" for name, about in (pictures or {}).items())
 
 
 def recipe_text(recipe: Recipe) -> str:

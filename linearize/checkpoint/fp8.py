@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import IncompatibleError
-from .shards import BLOCK, meta_tensors, read_bytes, read_tensor
-from .source import Places, Source, tensor_places
+from .shards import BLOCK, read_bytes, read_tensor, torch_dtype
+from .source import Places, Source, read_header, tensor_places
 
 FP8, SUFFIX = "F8_E4M3", "_scale_inv"
 
@@ -37,7 +37,8 @@ def float_tensors(source: Source) -> dict[str, torch.Tensor]:
     """The tensors of a source without values; those of FP8 with scales as bfloat16, and no scales."""
     found: dict[str, torch.Tensor] = {}
     for shard in source.shards:
-        found |= meta_tensors(shard)
+        for name, entry in read_header(shard).items():
+            found[name] = torch.empty(entry.shape, dtype=torch_dtype(shard, entry), device="meta")
     if source.block is None:
         return found
     return {

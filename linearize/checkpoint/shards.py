@@ -82,14 +82,6 @@ def _write(file: object, data: bytes | memoryview) -> None:
         data = data[file.write(data) :]  # type: ignore[attr-defined]
 
 
-def meta_tensors(shard: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file without their values."""
-    return {
-        name: torch.empty(entry.shape, dtype=torch_dtype(shard, entry), device="meta")
-        for name, entry in read_header(shard).items()
-    }
-
-
 def torch_dtype(shard: Path, entry: Entry) -> torch.dtype:
     """Raises LinearizeError (exit 3) for a dtype that cannot be rewritten, such as packed 4-bit numbers."""
     if entry.dtype not in TORCH_DTYPES:

@@ -24,15 +24,13 @@ from ..data.batches import Batch, Samples, by_length, collate, hidden_patches, i
 from ..data.documents import check_enough
 from ..data.images import Images, Labelled, find_images
 from ..data.kinds import has_head, kind_of
-from ..data.masked import MaskedBlocks
-from ..data.packing import TextSource, build_blocks
+from ..data.packing import MaskedBlocks, TextSource, build_blocks
 from ..errors import IncompatibleError, LinearizeError, reason_of
 from ..measure.evaluate import check_finite, feature_error
 from ..measure.generate import device_memory, load_tokenizer, watch_tokens
 from ..measure.positions import long_rows, longest_text
 from ..measure.recall import Row, Writer
-from ..plan.heads import leaves_one, named
-from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl
+from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl, leaves_one, named
 from ..plan.plan import Plan, Step
 from ..probe.trace import quiet
 from ..terminal.output import counted, layers_named, ranges

@@ -37,7 +37,7 @@ from linearize_kernels.mixer import Mixer
 
 from ..checkpoint.code import captured
 from ..data.batches import Batch, forward, real_tokens, run
-from ..plan.heads import Group
+from ..plan.keep import Group
 from ..plan.mechanisms import build_mixer, load_mechanism
 from ..plan.plan import Plan, Step
 from ..terminal.progress import Advance, silent

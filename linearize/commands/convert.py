@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import LinearizeError
-from ..plan.heads import regrouped, written
-from ..plan.keep import LONGEST, MEANING, UNSCORED, KeptWindow
+from ..plan.keep import LONGEST, MEANING, UNSCORED, KeptWindow, regrouped, written
 from ..terminal.arguments import Revision, Trust, path
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, counted, layers_named, nats, print_json, ranges, say, size

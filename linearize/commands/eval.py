@@ -201,8 +201,7 @@ def evaluate(
     from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
     from ..measure.embeddings import compare_embeddings
     from ..measure.evaluate import check_finite, random_teacher_warning
-    from ..measure.generate import load_any, with_tokenizer
-    from ..measure.without import switch_off
+    from ..measure.generate import load_any, switch_off, with_tokenizer
     from ..train.teacher import vocabulary_of
     from ..verify.child.inputs import writes_text
 

@@ -41,12 +41,10 @@ from ..recipe.recipe import Recipe, Stage
 from ..train.losses import IGNORED, next_token_targets
 from ..train.runtime import stage_steps, to_source
 from .augment import Augment
-from .cache_key import digest, identity
 from .documents import TextSource, check_enough
 from .images import Images, find_images, image_files
 from .kinds import Kind, check_trains, has_head, kind_of
-from .masked import MaskedBlocks
-from .packing import Blocks, MixedBlocks, build_blocks
+from .packing import Blocks, MaskedBlocks, MixedBlocks, build_blocks, digest, identity
 
 Batch = dict[str, Tensor]
 Samples = Blocks | MixedBlocks | MaskedBlocks | Images

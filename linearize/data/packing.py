@@ -6,6 +6,10 @@ needed. Text is one stream, cut every T tokens; a conversation stays in one bloc
 
 On disk a block is T little-endian uint32 words: the token id in the low 29 bits, and three flags. Ids,
 positions, labels and padding together cost 4 bytes a token, and there is one file to write, map and rename.
+
+For sentence encoders a row has one short text, as their users embed them: a document is cut at the ends of sentences
+and at blank lines, and its texts have 1, 2, 4 and 8 sentences in turn (LENGTHS), so that a student sees short ones and
+long ones. A text has the tokenizer's special tokens and is cut at seq_len.
 """
 
 from __future__ import annotations
@@ -13,27 +17,60 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import LinearizeError, ResourceError
+from ..checkpoint.shards import file_size, in_parallel, sha256
+from ..errors import IncompatibleError, LinearizeError, ResourceError, absent, check_file
+from ..recipe.data import unreadable
 from ..terminal.output import counted
+from ..terminal.progress import Advance, silent
 from ..train.losses import IGNORED
-from .cache_key import fingerprint, identity
-from .documents import Piece, TextSource, end_token, pieces
-from .texts import text_pieces
+from .documents import Piece, TextSource, end_token, pieces, plain_texts, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+LENGTHS = (1, 2, 4, 8)
+SHORTEST = 12  # characters of a sentence: what is shorter is a number, a bracket, a word of a list
+END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+AT_ONCE = 1024  # texts in one call of the tokenizer
+
+
+def sentences(document: str) -> list[str]:
+    """The sentences of a document, in order."""
+    return [part.strip() for part in END.split(document) if len(part.strip()) >= SHORTEST]
+
+
+def texts(document: str) -> Iterator[str]:
+    """A document's texts, each sentence in one of them."""
+    found, start = sentences(document), 0
+    for length in cycle(LENGTHS):
+        if start >= len(found):
+            return
+        yield " ".join(found[start : start + length])
+        start += length
+
+
+def text_pieces(source: TextSource, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Iterator[Piece]:
+    """Each text of `source` as a piece that fills a row alone."""
+    every = (text for document in plain_texts(source) for text in texts(document))
+    while some := list(islice(every, AT_ONCE)):
+        for ids in tokenizer(some, truncation=True, max_length=seq_len)["input_ids"]:
+            yield Piece(ids, None, first=True, whole=True)
+
 
 __all__ = ["BlockOrder", "Blocks", "MixedBlocks", "TextSource", "build_blocks", "data_fingerprint"]
 
@@ -198,7 +235,7 @@ def build_blocks(
 
     `sft` learns what the assistant writes (and all of plain text); otherwise every token is a target.
     `max_tokens` ends the reading at that many tokens, rounded up to blocks; a streaming dataset needs it.
-    With `texts` a block is one text of texts.py and padding, and `sft` plays no part.
+    With `texts` a block is one text of `text_pieces` and padding, and `sft` plays no part.
     With several processes let one call this first: the others then find its file. Raises LinearizeError for
     input that cannot be used.
     """
@@ -210,7 +247,8 @@ def build_blocks(
     facts = [_FORMAT, identity(source), fingerprint(tokenizer, chat=True), seq_len, sft, max_tokens]
     key = json.dumps([*facts, *(["texts"] if texts else [])])
     path = cache_dir / f"blocks-{hashlib.sha256(key.encode()).hexdigest()[:24]}.bin"
-    if path.exists() or (_has_content(source) and _linked(path)):
+    hashed = source.path is None or Path(source.path).is_dir()  # else its address alone, of what may change
+    if path.exists() or (hashed and _linked(path)):
         return Blocks(path)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -233,11 +271,6 @@ def build_blocks(
         with suppress(OSError):
             partial.unlink()
     return Blocks(path)
-
-
-def _has_content(source: TextSource) -> bool:
-    """Whether the key of a source holds a hash of its text, not the address alone of what others may change."""
-    return source.path is None or Path(source.path).is_dir()
 
 
 def _linked(path: Path) -> bool:
@@ -347,3 +380,94 @@ class _Writer:
 
 def _as_start(words: Words) -> Words:
     return (words | _START) & ~_TARGET
+
+
+# ---------------------------------------------------------------- masked text
+
+# For bidirectional models some tokens of a block are hidden: of 15 % of them 80 % become the mask, 10 % another token
+# and 10 % stay (BERT, arXiv 1810.04805, section 3.1). Which ones is a function of the seed and the block, the same in
+# every epoch and process. A model without a head predicts no tokens, so none are hidden from it.
+
+
+CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
+
+
+class MaskedBlocks:
+    """Item i, each [T]: `input_ids` with masks, `attention_mask`, `labels` (the hidden tokens, else -100), `valid`.
+    Without `hide` no token is hidden."""
+
+    def __init__(self, blocks: Blocks | MixedBlocks, tokenizer: Any, seed: int, hide: bool = True) -> None:
+        self.hide = hide
+        if hide and tokenizer.mask_token_id is None:
+            raise IncompatibleError("the tokenizer has no mask token. Name one in the model's tokenizer_config.json")
+        self.blocks, self.seed, self.seq_len = blocks, seed, blocks.seq_len
+        self.mask, self.vocabulary = tokenizer.mask_token_id, tokenizer.vocab_size
+        self.special = torch.tensor(tokenizer.all_special_ids)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        block = self.blocks[index]
+        ids, valid = block["input_ids"], block["valid"]
+        if not self.hide:
+            labels = torch.full_like(ids, IGNORED)
+            return {"input_ids": ids, "attention_mask": valid.long(), "labels": labels, "valid": valid}
+        generator = hashed_generator(self.seed, index)
+        chance, kind = (torch.rand(len(ids), generator=generator) for _ in range(2))
+        others = torch.randint(self.vocabulary, (len(ids),), generator=generator)
+        chosen = (chance < CHOSEN) & valid & ~torch.isin(ids, self.special)
+        hidden = torch.where(kind < MASKED, self.mask, torch.where(kind < MASKED + REPLACED, others, ids))
+        return {
+            "input_ids": torch.where(chosen, hidden, ids),
+            "attention_mask": valid.long(),
+            "labels": torch.where(chosen, ids, IGNORED),
+            "valid": valid,
+        }
+
+
+# ---------------------------------------------------------------- the name of the cache
+
+
+PROBE = "a B1, 2\n\u00e9  <s>"  # how a tokenizer cuts this stands in for what its vocabulary does not say
+
+
+def identity(source: TextSource) -> list[Any]:
+    """What the text depends on, for a cache key: content where it is at hand, else the dataset's address."""
+    address: list[Any] = [source.path, source.name, source.split, source.streaming, source.text_key]
+    address += [list(source.data_files)] if source.data_files else []
+    if source.demo:
+        texts = "\0".join(row.fields[source.text_key] for row in rows_of(source))
+        return [*address, source.demo, hashlib.sha256(texts.encode()).hexdigest()]
+    files = list(source.files)
+    for file in files:
+        if reason := unreadable(file.name):
+            raise LinearizeError(f"{file}: {reason}")
+    if source.path and (folder := Path(source.path)).is_dir():
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+    elif source.path and folder.is_file():
+        raise LinearizeError(f"{folder} is a file: give it as files: [{folder}], not as path")
+    hashes = in_parallel(digest, files, "hashing text", lambda file: file_size(file) if file.is_file() else 0)
+    return [*address, [[file.name, value] for file, value in zip(files, hashes, strict=True)]]
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> str:
+    """A hash of all that decides which ids a document gets; with `chat` a conversation, too."""
+    if tokenizer.is_fast:
+        rules: Any = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules |= {"truncation": None, "padding": None}  # left behind by whoever called it last
+    else:
+        rules = sorted(tokenizer.get_vocab().items())
+    facts = [type(tokenizer).__name__, tokenizer.eos_token_id, tokenizer(PROBE)["input_ids"], rules]
+    return hashlib.sha256(json.dumps([*facts, tokenizer.chat_template if chat else None]).encode()).hexdigest()
+
+
+def digest(file: Path, advance: Advance = silent) -> str:
+    """The hash of a file's bytes. Raises LinearizeError: 2 where there is no file, 4 where it cannot be read."""
+    check_file(file)
+    try:
+        return sha256(file, advance)
+    except FileNotFoundError as error:
+        raise absent(file) from error
+    except OSError as error:
+        raise ResourceError(f"cannot read {file}: {error}") from error

@@ -26,11 +26,11 @@ from ..checkpoint.manifest import listed_files
 from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.shards import TORCH_DTYPES, combined_sha256, file_hashes, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, read_header, read_json
-from ..convert import check_disk, separate
-from ..errors import CheckFailedError, IncompatibleError, LinearizeError, reason_of, resource_error, undamaged
+from ..convert import check_disk
+from ..errors import CheckFailedError, IncompatibleError, reason_of, resource_error, undamaged
 from ..hub.push import check_access, push_saved
 from ..job import start
-from ..job.checks import check_stage_name, check_stage_order
+from ..job.checks import check_folders_separate, check_stage_name, check_stage_order
 from ..job.source import asked_of, named_by_keys
 from ..page.drawing import pillow
 from ..plan.plan import Plan
@@ -44,7 +44,7 @@ from . import convert as surgery
 from .evaluate import SAMPLES, compare_predictions, latents_compared, picture, sample, setback
 from .latents import Data, Noise, files_of, noise_of, read_data
 from .recipe import DiffusionRecipe
-from .verify import origin_of, refuse_code, verify_folder
+from .verify import converted_parts, verify_folder
 
 Say = Callable[[str], None]
 Decode = Callable[[Tensor], Tensor]
@@ -237,9 +237,7 @@ def check_base(recipe: DiffusionRecipe) -> None:
     if not surgery.holds_diffusers(recipe.model.base):
         message = f"model.base {recipe.model.base} is no folder of a pipeline or transformer of diffusers"
         raise IncompatibleError(f"{message}, which latents are for")
-    if not separate(Path(recipe.model.base).expanduser(), Path(recipe.output_dir)):
-        message = f"output_dir {recipe.output_dir} and model.base {recipe.model.base} must be separate folders"
-        raise LinearizeError(f"{message}: neither inside the other. Set output_dir to another folder")
+    check_folders_separate(recipe, {"model.base": recipe.model.base})
 
 
 def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
@@ -277,9 +275,10 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
     check_code_cache()
     diffusers = surgery.load_diffusers(base)
     diffusers.utils.logging.disable_progress_bar()
-    name = converted_part(base, recipe.model.trust_remote_code)
+    parts = [*converted_parts(base, recipe.model.trust_remote_code)]
+    check_one(base, parts)
     try:
-        model = load_parts(base)[name]
+        model = load_parts(base)[parts[0]]
     except Exception as error:  # loaders of many components raise as they like
         if resource_error(error) is not None:
             raise
@@ -287,19 +286,6 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
         raise IncompatibleError(message) from error
     check_inputs(base, model)
     return model, noise_of(recipe.noise, type(model).__name__, component(base, "scheduler", diffusers))
-
-
-def converted_part(base: Path, trust: bool) -> str:
-    """The name of the converted transformer in a folder. Raises LinearizeError (exit 3) where there is none."""
-    parts = parts_of(base)
-    configs = {part: read_json(base / part / "config.json") for part in parts} if parts else {}
-    if not parts or not all(config.get("linearize") for config in configs.values()):
-        message = f"{base} holds no transformer that linearize converted. Convert it, or add convert to the recipe"
-        raise IncompatibleError(message)
-    check_one(base, parts)
-    if not trust:
-        refuse_code(base, origin_of(base, configs))
-    return parts[0]
 
 
 def component(folder: Path, name: str, diffusers: Any) -> Any:

@@ -9,8 +9,7 @@ from ..checkpoint.source import read_json
 from ..errors import CheckFailedError, IncompatibleError
 from ..hub.push import Upload, check_name, listed_upload
 from ..plan.plan import Plan
-from ..verify.child.latents import parts_of
-from .verify import origin_of, refuse_code, verify_folder
+from .verify import converted_parts, verify_folder
 
 
 def plan_push(
@@ -25,12 +24,9 @@ def plan_push(
     """As `plan_push` of ../hub/push.py. Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not
     convert, 6 for one that does not verify."""
     check_name(repo)
-    parts = parts_of(folder)
-    configs = {part: read_json(folder / part / "config.json") for part in parts}
-    if not parts or not (folder / MANIFEST).exists() or not all(one.get("linearize") for one in configs.values()):
+    if not (folder / MANIFEST).exists():
         raise IncompatibleError(f"{folder} is no folder that linearize convert or finetune wrote")
-    if not trust_remote_code:
-        refuse_code(folder, origin_of(folder, configs))
+    converted_parts(folder, trust_remote_code)
     failed = [row for row in verify_folder(folder, trust_remote_code=True, behaviours=False) if row.status == "failed"]
     if failed:
         raise CheckFailedError(f"{folder} does not verify: {failed[0].name}: {failed[0].detail}")

@@ -133,31 +133,37 @@ def verify_folder(
     try:
         if (folder / INDEX_FILE).exists():
             read_json(folder / INDEX_FILE)  # or say what is wrong with it
-        parts = parts_of(folder)
-        configs = {part: read_json(folder / part / "config.json") for part in parts}
+        configs = converted_parts(folder, trust_remote_code)
     except OSError as error:
         raise unreadable(error) from error
-    if not parts or not all(config.get("linearize") for config in configs.values()):
-        raise IncompatibleError(
-            f"{folder} holds no transformer that linearize converted: nothing to verify. Convert it first: linearize "
-            f"convert {folder} --to mhla"
-        )
-    if not trust_remote_code:
-        refuse_code(folder, origin_of(folder, configs))
     found = [checks.attempt("files", lambda: checks.check_files(folder))]
-    for part in parts:
+    for part, config in configs.items():
         label = f"{part}: " if part else ""
-        found.append(checks.attempt(f"{label}config", partial(check_plan, folder, part, configs[part])))
+        found.append(checks.attempt(f"{label}config", partial(check_plan, folder, part, config)))
         found.append(checks.attempt(f"{label}index", partial(checks.check_index, folder / part, SHARDS)))
         found.append(
             checks.attempt(
                 f"{label}new weights", partial(checks.check_new, folder / part, strict, manifest_of(folder, part))
             )
         )
-    found.append(checks.attempt("untouched weights", partial(check_hashes, folder, parts)))
+    found.append(checks.attempt("untouched weights", partial(check_hashes, folder, [*configs])))
     if behaviours:
         found += check_behaviours(folder, STRICT if strict else RELOADED)
     return [checks.strictly(check) for check in found] if strict else found
+
+
+def converted_parts(folder: Path, trust_remote_code: bool) -> dict[str, dict[str, Any]]:
+    """The config.json of each converted transformer in a folder, by the part's name. Raises LinearizeError (exit 3)
+    where there is none, and unless `trust_remote_code` for code that no version of linearize writes."""
+    configs = {part: read_json(folder / part / "config.json") for part in parts_of(folder)}
+    if not configs or not all(config.get("linearize") for config in configs.values()):
+        raise IncompatibleError(
+            f"{folder} holds no transformer that linearize converted: nothing to verify, train or push. Convert it "
+            f"first: linearize convert {folder} --to mhla, or add convert to the recipe"
+        )
+    if not trust_remote_code:
+        refuse_code(folder, origin_of(folder, configs))
+    return configs
 
 
 def origin_of(folder: Path, configs: dict[str, dict[str, Any]]) -> Origin:

@@ -2,22 +2,31 @@
 
 Fake tensors (torch's FakeTensorMode) have shapes, dtypes and storages without memory. Every storage that an operation
 makes counts from then until nothing refers to it, as with an allocator: so what is counted is what the code really
-keeps, autograd's saved tensors included, and no formula of an architecture is written anywhere.
+keeps, autograd's saved tensors included, and no formula of an architecture is written anywhere. `as_on_gpu` lets a
+model take the paths there that it takes on a GPU: its registered operators instead of PyTorch's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from linearize_kernels.hf.attention_hooks import mixers_of
 
 aten = torch.ops.aten
 # The CPU's names of operations for which torch has a formula under the GPU's.
@@ -29,8 +38,6 @@ OF_CPU: dict[Any, Any] = {
 
 # Attributes that Python asks a fake tensor for by an operation: half of all that it dispatches.
 DEVICE = torch.ops.prim.device.default
-# Arguments that are hashed as they are.
-PLAIN = {int, float, bool, str, torch.dtype, type(None)}
 TAKES_ROWS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 
 
@@ -232,58 +239,6 @@ class Tracker(TorchDispatchMode):
         return out
 
 
-class Fakes(FakeTensorMode):
-    """torch's fake tensors, at a third of the time: results of operations are remembered by shorter keys, and made with
-    less around them. torch walks through 17 fields of each tensor and every number of its shape, and sets 18 attributes
-    of a result one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._attributes = dict[torch.device, dict[str, Any]]()  # of every fake tensor there
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.dispatch(func, types, args, kwargs or {})
-
-    def _prep_args_for_hash(self, result: list[Any], args: Any, *more: Any) -> None:
-        if isinstance(args, dict):
-            super()._prep_args_for_hash(result, args, *more)
-            return
-        result.append(len(args))
-        for x in args:
-            if type(x) in PLAIN:
-                result.append((type(x), x))
-            elif type(x) is FakeTensor and x.fake_mode is self and x.constant is None and x.layout is torch.strided:
-                place = x.fake_device, x.storage_offset(), x.untyped_storage().nbytes()
-                marks = x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
-                result.append((x.dtype, x.shape, x.stride(), place, marks))
-            else:
-                super()._prep_args_for_hash(result, (x,), *more)
-
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        form = entry.metadata
-        attributes = None if form is None else self._attributes.get(form.device)
-        usual = entry.inplace_idx is None and form is not None and form.layout is torch.strided
-        if attributes is None or not usual or form.is_conj or form.is_neg:
-            made = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-            if type(made) is FakeTensor and made.constant is None:
-                self._attributes.setdefault(made.fake_device, dict(vars(made)))
-            return made
-        with in_kernel_invocation_manager(self):
-            empty = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
-            if entry.view_idx is not None:
-                empty.set_(args[entry.view_idx].untyped_storage(), form.storage_offset, form.shape, form.stride)
-        made = Tensor._make_subclass(
-            FakeTensor, empty, form.requires_grad, dispatch_device=True, device_for_backend_keys=form.device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(attributes)
-        return made
-
-
 def tensors_in(values: Any) -> Iterable[Tensor]:
     """The tensors among an operation's arguments or results."""
     if isinstance(values, Tensor):
@@ -297,3 +252,91 @@ def moved(packet: Any, args: Any, out: Any) -> int:
     """Bytes that an operation reads and writes; of a table from which it takes rows, those rows."""
     written, read = (sum(x.nbytes for x in tensors_in(part)) for part in (out, args))
     return written + (min(read, 2 * written) if packet in TAKES_ROWS else read)
+
+
+# ---------------------------------------------------------------- as on a GPU
+
+
+KNOWN = (torch.bfloat16, torch.float16, torch.float32)
+# Capability, shared memory and multiprocessors of an H100 or H200, for which launches are configured: what other cards
+# choose changes tiles more than memory.
+HOPPER = ((9, 0), 232448, 132)
+
+Workspace = Callable[[Any, Any], int]
+
+
+@contextlib.contextmanager
+def as_on_gpu(model: Any) -> Iterator[Workspace]:
+    """Within: the mixers of `model` call their Triton operators, of whose results fake tensors know the shapes.
+
+    Otherwise they would run PyTorch's path, which keeps more for its backward pass, and whose loops over chunks take
+    seconds a layer to follow. The model's code was copied for it alone, so nothing else in the process is changed.
+
+    Yields what says of an operator and its inputs how many bytes its host side has at most, outputs and scratch memory
+    together; 0 for operators of others.
+    """
+    packages = {type(mixer).__module__.rpartition(".")[0] + "." for mixer in mixers_of(model).values()}
+    modules = [module for name, module in list(sys.modules.items()) if any(map(name.startswith, packages))]
+    (kind,) = {module.Target for module in modules if hasattr(module, "Target")} or {tuple}
+
+    def unavailable(device: torch.device, dtype: torch.dtype) -> str:
+        return "" if dtype in KNOWN else f"dtype {dtype}"
+
+    def target(device: torch.device) -> Any:
+        return kind(*HOPPER)
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            for function in (unavailable, target):
+                if callable(getattr(module, function.__name__, None)):
+                    stack.enter_context(mock.patch.object(module, function.__name__, function))
+        yield workspace_of(modules)
+
+
+def workspace_of(modules: list[ModuleType]) -> Workspace:
+    """Of the operators that these modules register. The same call is followed once: layers are alike."""
+    hosts = {name: host for module in modules for name, host in getattr(module, "HOSTS", {}).items()}
+    known: dict[Any, int] = {}
+
+    def workspace(function: Any, inputs: Any) -> int:
+        host = hosts.get(function.name())
+        if host is None:
+            return 0
+        key = function.name(), *((x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in inputs)
+        if key not in known:
+            with launching_nothing(modules):
+                known[key] = most_of(host, inputs)
+        return known[key]
+
+    return workspace
+
+
+def most_of(host: Callable[..., Any], inputs: Any) -> int:
+    """The most bytes alive while a host side runs, beside its inputs."""
+    given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+    tracker = Tracker()
+    tracker.label(given, "inputs")
+    tracker.restart()
+    # In folders of before 2026-11-28 a host side gets a number first.
+    first = (0,) if "call" in inspect.signature(host).parameters else ()
+    with tracker:
+        host(*first, *inputs)
+    return tracker.highest - tracker.peak["inputs"]
+
+
+class Dropped(dict[Any, Any]):
+    """Collects no launch."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def launching_nothing(modules: list[ModuleType]) -> Iterator[None]:
+    """Within: host sides of these modules allocate, and launch nothing."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.cuda.current_device", return_value=0))
+        for module in modules:
+            if hasattr(module, "_collected"):
+                stack.callback(module._collected.reset, module._collected.set(Dropped()))
+        yield

@@ -97,7 +97,7 @@ def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: boo
     file that is missing or holds an access token, and for a card that cannot be shown.
     """
     from ..checkpoint.atomic import MANIFEST
-    from ..checkpoint.card import for_repo
+    from ..checkpoint.card import PLACE
     from ..checkpoint.carried import check_file
     from ..checkpoint.manifest import WEIGHTS, check_complete
     from ..checkpoint.source import read_header
@@ -119,7 +119,7 @@ def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: boo
     if others:
         notes.append(f"not uploaded, for linearize did not write them: {', '.join(others)}. hf upload sends them")
     mechanisms = "+".join(sorted({step.mechanism for step in plan.linear}))
-    card = for_repo((folder / "README.md").read_text("utf-8"), repo)
+    card = (folder / "README.md").read_text("utf-8").replace(PLACE, f'name = "{repo}"')
     message = message or f"Upload {plan.source} with {mechanisms} attention"
     return Upload(folder, repo, private, pr, message, files, "", tuple(notes)).with_card(card)
 

@@ -42,10 +42,15 @@ def check_fit(job: Job, model: Any) -> None:
     check_teacher(job.teacher, job.recipe, model)
 
 
-def check_before_start(job: Job) -> None:
-    """All that can be refused of a job before its folder is opened."""
+def check_fit_here(job: Job) -> None:
+    """`check_fit` of its own model, and refuse steps that its device cannot record."""
     check_fit(job, job.model)
     check_graphs(job.recipe, torch.device(job.device.kind), sharded(), job.model)
+
+
+def check_before_start(job: Job) -> None:
+    """All that can be refused of a job before its folder is opened."""
+    check_fit_here(job)
     check_resources(job)
     check_text(job.recipe)
 
@@ -69,11 +74,9 @@ def check_stage_order(recipe: Recipe, run: Run, only: str | None) -> None:
         )
 
 
-def check_folders_separate(recipe: Recipe, read: dict[str, str]) -> None:
+def check_folders_separate(recipe: Any, read: dict[str, str]) -> None:
     """Raise LinearizeError (exit 2) for a run in the folder of its base or teacher, or around it: it replaces files.
-    `read` has the base by its key, where it has a name."""
-    if recipe.teacher is not None:
-        read = read | {"teacher.model": recipe.teacher.model}
+    The recipe may be one of latents. `read` has base and teacher by their keys, where they have a name."""
     for key, name in read.items():
         folder = Path(os.path.expanduser(named_base(name)))
         if name and folder.is_dir() and not separate(folder, Path(recipe.output_dir)):

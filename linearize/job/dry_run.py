@@ -15,8 +15,8 @@ from ..errors import LinearizeError
 from ..estimate.advice import advise
 from ..estimate.break_even import speeds
 from ..estimate.estimate import refusal, sharded
-from ..estimate.measure import measure_stages
 from ..estimate.memory import Rehearsal
+from ..estimate.step import measure_stages
 from ..plan.plan import Plan
 from ..recipe.recipe import Recipe
 from ..terminal.output import counted, size
@@ -99,7 +99,7 @@ def dry_run(
                 say(f"note: {refusal(cost, advise(rehearsal, device, cost)).message}")
             measured = measure_stages(rehearsal, [one.stage for one in cost.stages]) if measure else []
             for one, found in zip(cost.stages, measured, strict=measure):
-                one.take_measured(found["tokens_per_s"])
+                one.hours = None if one.tokens is None else one.tokens / found["tokens_per_s"] / 3600
             rows = [one.row(device) | {"data": data_summary(recipe, one)} for one in cost.stages]
             for row, found in zip(rows, measured, strict=measure):
                 row["measured"] = found

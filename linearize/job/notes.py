@@ -13,8 +13,7 @@ from ..checkpoint.source import read_json
 from ..data.batches import tokens_per_sample
 from ..data.images import count_images
 from ..errors import LinearizeError
-from ..estimate.estimate import StageCost
-from ..estimate.hours import most_tokens_of
+from ..estimate.estimate import StageCost, most_tokens_of
 from ..estimate.memory import Rehearsal
 from ..hub.download import unanswered
 from ..hub.errors import shortly

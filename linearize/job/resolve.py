@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.source import Source
 from ..errors import IncompatibleError, LinearizeError, reason_of, resource_error, undamaged
-from ..estimate.choose import as_before, choose, is_open, without_auto
+from ..estimate.advice import as_before, choose, is_open, without_auto
 from ..estimate.estimate import Cost, estimate
 from ..estimate.gpus import Device, card, present
 from ..estimate.memory import Counted, Rehearsal
@@ -201,7 +201,8 @@ def resolve(
     Raises LinearizeError (exit 2) for a stage that there is none of, folders that overlap, and as `Run` does.
     """
     check_stage_name(recipe, only)
-    check_folders_separate(recipe, {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)})
+    read = {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)}
+    check_folders_separate(recipe, read | ({} if recipe.teacher is None else {"teacher.model": recipe.teacher.model}))
     run = None
     if resume is not None:
         recipe = as_resumed(recipe, resume)

@@ -24,7 +24,7 @@ from ..train.own_text import find_prompts
 from ..train.runs import Run
 from ..train.session import own_texts
 from ..verify.reload import verify
-from .checks import check_before_start, check_fit, check_packages, check_text, data_hashes
+from .checks import check_before_start, check_fit_here, check_packages, check_text, data_hashes
 from .notes import say_rounding
 from .resolve import Base, say_nothing
 from .source import converted_base, open_source_of, plan_base
@@ -108,7 +108,7 @@ def convert_base(job: Job) -> None:
     recipe, run = job.recipe, run_of(job)
     if run.has_converted:
         job.refine(Base(None, run.converted))
-        check_fit(job, job.model)
+        check_fit_here(job)
         open_run(job, run.converted)
         return
     check_packages(recipe)

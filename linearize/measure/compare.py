@@ -17,9 +17,8 @@ import torch
 from linearize_kernels.hf.attention_hooks import evaluating
 
 from ..data.batches import check_there, collate, targets
-from ..data.cache_key import fingerprint
 from ..data.documents import TextSource, check_enough
-from ..data.packing import Blocks, build_blocks
+from ..data.packing import Blocks, build_blocks, fingerprint
 from ..errors import Exit, LinearizeError
 from ..recipe.data import DemoSource, holds_images
 from ..recipe.models import Eval
@@ -30,9 +29,8 @@ from ..train.losses import IGNORED, cross_entropy, logit_kl
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import cache_of, most_tokens
-from .conversations import compare_answers, questions
 from .evaluate import check_finite, sample_count
-from .free_generation import beginnings, free_generation, steps_of
+from .free_generation import beginnings, compare_answers, free_generation, questions, steps_of
 from .generate import Loaded, device_memory
 from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
 from .recall import Writer, rows_of, score

@@ -23,7 +23,7 @@ from ..data.batches import check_source, collate, forward, open_processor, run
 from ..data.documents import plain_texts
 from ..data.images import Images, Labelled, find_images
 from ..data.kinds import kind_of
-from ..data.texts import sentences
+from ..data.packing import sentences
 from ..errors import Exit, LinearizeError
 from ..recipe.recipe import Recipe
 from ..terminal.output import counted

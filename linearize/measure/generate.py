@@ -1,4 +1,6 @@
-"""`linearize generate`: continue a text with a converted model, with its softmax teacher, or with any causal model."""
+"""`linearize generate`: continue a text with a converted model, with its softmax teacher, or with any causal model.
+
+`load` opens a model for all commands that run one, and `switch_off` leaves out a part of it."""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, CompileConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
+from linearize_kernels.hf.attention_hooks import mixers_of
+
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code_cache
-from ..checkpoint.source import Source, open_source, read_header
+from ..checkpoint.source import open_source, read_header
 from ..checkpoint.write import meta_pickle
 from ..convert import load_config
-from ..data.cache_key import PROBE
 from ..data.chat import end_tokens, prompt_ids
-from ..errors import Exit, LinearizeError, did_you_mean, os_error, reason_of
+from ..data.packing import PROBE
+from ..errors import Exit, IncompatibleError, LinearizeError, did_you_mean, os_error, reason_of
 from ..probe.trace import quiet
 from ..train.save import load_converted, load_whole
 from ..verify.child.inputs import most_tokens, writes_text
@@ -138,7 +142,9 @@ def load_any(
         loaded = load_converted(source.folder, kind, trust_remote_code)
     else:
         load_config(source, trust_remote_code)  # refuses code of its own without trust
-        loaded = _load_native(source, kind, trust_remote_code)
+        for shard in source.shards:
+            meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
+        loaded = load_whole(source.folder, kind, trust_remote_code)
     return Opened(loaded.to(where).eval(), source.folder, linearized)
 
 
@@ -168,12 +174,6 @@ def _dtype(name: str) -> Any:
     if name not in DTYPE_NAMES:
         raise LinearizeError(f"--dtype {name}: choose {', '.join(DTYPE_NAMES)}.{did_you_mean(name, DTYPE_NAMES)}")
     return "auto" if name == "keep" else getattr(torch, name)
-
-
-def _load_native(source: Source, dtype: Any, trust_remote_code: bool) -> Any:
-    for shard in source.shards:
-        meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
-    return load_whole(source.folder, dtype, trust_remote_code)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
@@ -331,3 +331,23 @@ def generate(
         "prompt_tokens": len(given),
         "softmax": loaded.teacher or not hasattr(model, "teacher"),
     }
+
+
+# ---------------------------------------------------------------- one part of a model
+
+
+# Of what share the memory has: a sigmoid of this is 0 or 1 in float32, whatever stands beside it.
+CERTAIN = 1e6
+
+
+def switch_off(model: Any, part: str, name: str) -> None:
+    """Give all weight to the other part where a layer has both: an exact window, and a linear memory beside it
+    (`w` of kernels/window/window.py). Raises IncompatibleError where no layer of the model `name` has both."""
+    parts = (part for mixer in mixers_of(model).values() for part in mixer.modules())
+    blended: list[Any] = [window for window in parts if hasattr(window, "far_logit")]
+    if not blended:
+        message = f"--without {part}: no layer of {name} has a linear memory and an exact window, so one of them"
+        raise IncompatibleError(f"{message} is all it has. Leave it out")
+    with torch.no_grad():
+        for window in blended:
+            window.far_logit.fill_(-CERTAIN if part == "memory" else CERTAIN)

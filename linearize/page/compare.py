@@ -14,7 +14,7 @@ from .. import __version__
 from ..checkpoint.manifest import is_linearized, read_plan, recipes_of
 from ..demo import TEXTS
 from ..errors import MALFORMED, LinearizeError, check_runs, quoted, reason_of, resource_error
-from ..plan.heads import written
+from ..plan.keep import written
 from ..plan.plan import Plan
 from ..recipe.data import LOCAL, rooted
 from ..recipe.recipe import portable

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 from collections.abc import Callable, Sequence
@@ -74,21 +75,7 @@ def times(ours: float, theirs: float) -> str:
 def report_page(run: RunRecord) -> str:
     """The whole HTML file of a run, finished or not; what was not measured says how to measure it."""
     drawn = pictures(run)
-    sections = [
-        Section(name, title, make(run, drawn.get(name)))
-        for name, title, make in (
-            ("converted", "What was converted", _converted),
-            ("training", "Training", _training),
-            ("fidelity", "Each layer against softmax", _fidelity),
-            ("positions", "Perplexity by position", _positions),
-            ("needles", "Needles, recall and free writing", _needles),
-            ("memory", "State against cache", _memory),
-            ("samples", "Samples", _samples),
-            ("cost", "Cost", _cost),
-            ("recipe", "Recipe", _recipe),
-            ("versions", "Versions", _versions),
-        )
-    ]
+    sections = [Section(name, title, make(run, drawn.get(name))) for name, (title, make, _) in SECTIONS.items()]
     return html.page(
         run.name, summary(run), _tiles(run), sections, f"Written by linearize {__version__}: linearize report."
     )
@@ -96,19 +83,10 @@ def report_page(run: RunRecord) -> str:
 
 def pictures(run: RunRecord) -> dict[str, Drawing]:
     """What can be drawn of a run, by the name of its section."""
-    makers: dict[str, Callable[[RunRecord], Drawing]] = {
-        "training": draw_training,
-        "fidelity": draw_fidelity,
-        "positions": draw_positions,
-        "needles": draw_needles,
-        "memory": draw_memory,
-    }
-    found = {}
-    for name, make in makers.items():
-        try:
-            found[name] = make(run)
-        except ValueError:  # there is nothing to show
-            continue
+    found = dict[str, Drawing]()
+    for name, (_, _, draw) in SECTIONS.items():
+        with contextlib.suppress(ValueError):  # there is nothing to show
+            found |= {name: draw(run)} if draw is not None else {}
     return found
 
 
@@ -555,3 +533,18 @@ def _versions(run: RunRecord, drawn: Drawing | None) -> str:
 
 def _figure(drawn: Drawing) -> str:
     return f"<figure>{drawn.svg()}</figure>"
+
+
+# Of a page, by name: the title, what writes the section, and what draws its picture, where it has one.
+SECTIONS: dict[str, tuple[str, Callable[[RunRecord, Any], str], Callable[[RunRecord], Drawing] | None]] = {
+    "converted": ("What was converted", _converted, None),
+    "training": ("Training", _training, draw_training),
+    "fidelity": ("Each layer against softmax", _fidelity, draw_fidelity),
+    "positions": ("Perplexity by position", _positions, draw_positions),
+    "needles": ("Needles, recall and free writing", _needles, draw_needles),
+    "memory": ("State against cache", _memory, draw_memory),
+    "samples": ("Samples", _samples, None),
+    "cost": ("Cost", _cost, None),
+    "recipe": ("Recipe", _recipe, None),
+    "versions": ("Versions", _versions, None),
+}

@@ -14,8 +14,7 @@ from ..errors import IncompatibleError, LinearizeError
 from ..probe.found import Found, Other
 from ..terminal.output import counted, layers_named, ranges
 from .dropped_features import dropped_features
-from .heads import Group
-from .keep import LOCAL, SINK, Choice, KeptWindow, WindowChoice, is_auto
+from .keep import LOCAL, SINK, Choice, Group, KeptWindow, WindowChoice, is_auto
 from .mechanisms import build_mixer, load_mechanism, mechanism_names, present_options, resolve_options
 
 LAYERS = "0-3,7 or every:2 or all"  # how --layers may be written

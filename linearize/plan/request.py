@@ -11,8 +11,7 @@ from ..errors import LinearizeError
 from ..probe.found import Found
 from ..terminal.output import say
 from .dropped_features import check_dropped_features
-from .heads import keep_heads
-from .keep import LOCAL, KeptWindow, is_auto
+from .keep import LOCAL, KeptWindow, is_auto, keep_heads
 from .mechanisms import renamed_options
 from .plan import (
     Plan,

@@ -269,17 +269,13 @@ def _bound(module: Any) -> dict[str, Any]:
 
 def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Names of what softmax is given and a linear layer would not use; `score_bias` for what is hidden in the mask."""
-    names = {name for name, value in kwargs.items() if name not in ORDINARY and _says(value)}
+    names = {n for n, value in kwargs.items() if n not in ORDINARY and value is not None and value is not False}
     given = module._linearize_mask
     if isinstance(mask, Tensor) and mask.is_floating_point():
         # With memory of its own: the module has added something to the mask that it was given. Images have no masks.
         added = isinstance(given, Tensor) and mask.untyped_storage()._cdata != given.untyped_storage()._cdata
         names |= {"score_bias"} if added or module._linearize_run.follow.images is not None else set()
     return tuple(sorted(names))
-
-
-def _says(value: Any) -> bool:
-    return value is not None and value is not False
 
 
 def _full_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor:

@@ -8,7 +8,6 @@ the folder is not in it, and without a cache the list is an error. So the list n
 from __future__ import annotations
 
 import sys
-from typing import Any
 from unittest import mock
 
 # The module as the server holds it: loading a checkpoint's code may put another into sys.modules.
@@ -25,11 +24,6 @@ def register(folder: str) -> type:
     return found
 
 
-def listed(folder: str) -> list[dict[str, Any]]:
-    """What /v1/models lists."""
-    return [{"id": folder, "object": "model", "created": 0, "owned_by": ""}]
-
-
 def main(folder: str, options: list[str]) -> None:
     """Register the class of `folder`, then be `transformers serve`."""
     from transformers.cli.serving.model_manager import ModelManager
@@ -37,8 +31,9 @@ def main(folder: str, options: list[str]) -> None:
 
     register(folder)
     # From 5.24 on a server of one model lists that model.
+    models = [{"id": folder, "object": "model", "created": 0, "owned_by": ""}]
     own = hasattr(ModelManager, "get_gen_models")
-    with mock.patch.object(ModelManager, "get_gen_models", return_value=listed(folder), create=not own):
+    with mock.patch.object(ModelManager, "get_gen_models", return_value=models, create=not own):
         app(["serve", folder, "--trust-remote-code", *options], prog_name="transformers")
 
 

@@ -265,6 +265,3 @@ def prediction_table(predictions: dict[str, list[dict[str, float]]]) -> None:
         errors = [f"{one[number]['error']:.3f}" for one in predictions.values()]
         rows.append((f"{row['level']:g}", *errors, f"{row['cosine']:.3f}"))
     console().print(table(columns, rows, "predictions: |student - teacher| / |teacher|"))
-
-
-# ---------------------------------------------------------------- results for people, on stdout

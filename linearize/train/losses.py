@@ -79,11 +79,6 @@ def next_token_targets(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def next_token_ce(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """`cross_entropy` of logits [B, T, V] with labels [B, T] that are not shifted."""
-    return cross_entropy(logits, next_token_targets(labels), **options)
-
-
 def cosine_distance(student: Tensor, teacher: Tensor, real: Tensor | None, share: Tensor | float = 1.0) -> Tensor:
     """1 - cos(s, t), the mean over real tokens, times `share`, in float32: a scalar.
 

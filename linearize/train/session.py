@@ -55,7 +55,6 @@ from ..verify.child.inputs import make_inputs, most_tokens
 from .chunked_head import obstacle
 from .deepspeed_zero3 import partition, read_config
 from .drop_path import layers_of
-from .fit import Fit
 from .fsdp import reshard, shard, whole
 from .graphs import unrecordable
 from .loop import StageLoop, batch_norms, seed_for
@@ -65,7 +64,7 @@ from .runs import BEST, OPTIMIZER, WEIGHTS, Position, Run, check_checkpoint, rea
 from .runtime import Say, in_turns, make_optimizer, make_schedule, prompts_of, stage_steps, to_source
 from .samples import write_samples
 from .save import load_converted, load_whole
-from .stages import Calibration, check_prediction, error_scale, listen
+from .stages import Calibration, Fit, check_prediction, error_scale, listen
 from .student import Student, check_targets
 from .teacher import Named, load_teacher, teacher_line, vocabulary_of
 
@@ -118,7 +117,6 @@ class Finetuner:
             if self.sharded and own_texts(self.recipe.data_for(stage)):
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
                 raise IncompatibleError(f"{message}, then give data.train the files in its cache")
-        check_graphs(self.recipe, self.device, self.sharded, self.model)
         for note in stage_notes(
             self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
         ):

@@ -26,7 +26,7 @@ from linearize.bench import report as bench_report
 from linearize.bench import text as bench_text
 from linearize.bench import timing as bench_measure
 from linearize.bench import vision as bench_vision
-from linearize.bench.case import case_names, load_case
+from linearize.bench.cases import case_names, load_case
 from linearize.bench.layer import Layer
 from linearize.errors import Exit, LinearizeError
 from linearize.recipe.presets import presets

@@ -31,8 +31,7 @@ from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run
 from linearize.job.source import plan_base
 from linearize.plan import keep
-from linearize.plan.heads import leaves_one, named, unscored_heads
-from linearize.plan.keep import METHODS, Choice
+from linearize.plan.keep import METHODS, Choice, leaves_one, named, unscored_heads
 from linearize.plan.plan import Plan
 from linearize.recipe.recipe import Recipe
 from linearize_kernels.hf.attention_hooks import mixers_of

@@ -22,7 +22,7 @@ from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
 from linearize.terminal.tables import positions_table, table, task_rows
 from linearize.verify.checks import Check
-from linearize.verify.child import behaviours, encoder_behaviours
+from linearize.verify.child import behaviours
 
 
 def shown(columns: dict[str, str], rows: list[tuple[str, ...]], width: int = 80) -> list[str]:
@@ -140,7 +140,7 @@ def test_the_share_of_tokens_that_are_right_is_headed_so(
 def test_a_check_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check of the clean processes has its words; what neither passed nor failed is counted."""
     monkeypatch.setenv("COLUMNS", "120")
-    assert {*behaviours.CHECKS, *encoder_behaviours.ENCODER_CHECKS} <= FOUND.keys()
+    assert {*behaviours.CHECKS, *behaviours.ENCODER_CHECKS} <= FOUND.keys()
     checks = [Check("trust", "passed"), Check("beams", "failed", "raises"), Check("generate", "skipped", "too short")]
     checks_table("llama-gsa", checks)
     lines = capsys.readouterr().err.splitlines()

@@ -22,7 +22,7 @@ import linearize.data.documents
 import linearize.data.packing
 from linearize.data.packing import BlockOrder, Blocks, TextSource, build_blocks, data_fingerprint
 from linearize.errors import Exit, LinearizeError
-from linearize.train.losses import next_token_ce
+from linearize.train.losses import cross_entropy, next_token_targets
 
 SPECIAL = ["<eos>", "<bos>", "<user>", "<bot>", "<end>"]
 MARKED = """{% for m in messages %}{% if m.role == 'assistant' -%}
@@ -160,7 +160,7 @@ def test_packed_blocks_train_like_separate_documents(build: Build, tmp_path: Pat
 
     def loss(ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits
-        return next_token_ce(logits, labels[None], num_tokens=1)
+        return cross_entropy(logits, next_token_targets(labels[None]), num_tokens=1)
 
     packed = sum(
         loss(b["input_ids"], b["labels"], b["position_ids"][None]) for b in (blocks[i] for i in range(len(blocks)))

@@ -22,7 +22,7 @@ from linearize.data import batches
 from linearize.data.batches import open_processor, source_hash
 from linearize.data.documents import end_token
 from linearize.data.images import Images, as_picture, find_images
-from linearize.data.masked import MaskedBlocks
+from linearize.data.packing import MaskedBlocks
 from linearize.errors import LinearizeError
 from linearize.recipe.data import ArraySource, DatasetSource, ImageSource
 from linearize.train.losses import cosine_distance

@@ -29,9 +29,8 @@ from training import (
 
 from linearize.data import documents
 from linearize.data.batches import source_hash
-from linearize.data.cache_key import identity
 from linearize.data.documents import TextSource, rows_of
-from linearize.data.packing import Blocks, MixedBlocks, build_blocks
+from linearize.data.packing import Blocks, MixedBlocks, build_blocks, identity
 from linearize.errors import Exit, LinearizeError
 from linearize.job.checks import check_text
 from linearize.recipe.data import DatasetSource, FileSource, MixSource

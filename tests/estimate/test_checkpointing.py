@@ -9,7 +9,7 @@ import pytest
 from training import base, make_recipe, stage
 
 from linearize.errors import LinearizeError
-from linearize.estimate.choose import as_before, choose, is_open, without_auto
+from linearize.estimate.advice import as_before, choose, is_open, without_auto
 from linearize.estimate.estimate import estimate
 from linearize.estimate.gpus import Device
 from linearize.estimate.memory import Rehearsal

@@ -21,16 +21,15 @@ from training import base, make_recipe, stage, train, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearize.errors import Exit, LinearizeError
-from linearize.estimate import kernels, memory
+from linearize.estimate import memory, tracker
 from linearize.estimate.advice import fitting_rows, written
 from linearize.estimate.cards import CARDS, per_hour
 from linearize.estimate.estimate import estimate, packed_tokens
 from linearize.estimate.gpus import Device, card, cpu_rates, present
-from linearize.estimate.kernels import most_of
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.repeated_layers import Layers, LayersDiffer, find_layers
 from linearize.estimate.step import Step
-from linearize.estimate.tracker import Fakes, Tracker, Work
+from linearize.estimate.tracker import Tracker, Work, most_of
 from linearize.job import checks, resolve
 from linearize.job.dry_run import dry_run
 from linearize.recipe.recipe import Recipe, load_recipe
@@ -231,7 +230,6 @@ def test_layers_that_are_alike_are_rehearsed_once(tmp_path: Path, monkeypatch: p
             return found
 
         monkeypatch.setattr(memory, "find_layers", lists)
-        monkeypatch.setattr(memory, "Fakes", Fakes if few else FakeTensorMode)
         with resolve.resolve(recipe) as job:
             rehearsal = Rehearsal(recipe, job.base.planned, job.base.folder, "bf16", gpu=True)
             return [rehearsal.stage(number) for number in range(len(kinds))]
@@ -487,7 +485,7 @@ def test_scratch_memory_of_operators_counts(root: Path, tmp_path: Path, monkeypa
             held.append(most_of(host, inputs))
             return int(share * held[-1])
 
-        monkeypatch.setattr(kernels, "most_of", most)
+        monkeypatch.setattr(tracker, "most_of", most)
         return Rehearsal(recipe, None, folder, "bf16", gpu=True).stage(0).peak
 
     without, as_it_is = peak(0.0), peak(1.0)

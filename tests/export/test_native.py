@@ -22,8 +22,7 @@ from training import byte_tokenizer
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.export import native, to_gguf
-from linearize.export.engines import engines_for, mlx_logits
-from linearize.export.native import FORMATS, export_native, one_pass, prove, stepped
+from linearize.export.native import FORMATS, engines_for, export_native, mlx_logits, one_pass, prove, stepped
 from linearize.export.qwen3_5 import sections_of
 from linearize.serve.folder import layers_of
 

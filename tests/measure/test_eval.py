@@ -28,9 +28,18 @@ from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.measure.compare import state_bytes, text_recipe
-from linearize.measure.conversations import ANSWER, answers, compare_answers, end_in, questions
 from linearize.measure.evaluate import Score, note_of_little
-from linearize.measure.free_generation import answered, continued, free_generation, repetition
+from linearize.measure.free_generation import (
+    ANSWER,
+    answered,
+    answers,
+    compare_answers,
+    continued,
+    end_in,
+    free_generation,
+    questions,
+    repetition,
+)
 from linearize.measure.positions import by_position, edges_of, long_rows, longest_text, positions, reader, warning_of
 from linearize.measure.recall import DEPTHS, QUERIES, Row, Writer, rows_of, score
 from linearize.recipe.data import rooted

@@ -17,8 +17,8 @@ from training import base, byte_tokenizer, text
 from transformers import AutoModelForCausalLM
 
 from linearize.errors import Exit, LinearizeError
-from linearize.measure import local_tasks, tasks
-from linearize.measure.local_tasks import Local
+from linearize.measure import tasks
+from linearize.measure.tasks import Local
 
 QUESTION = {"question": "Which is hot?", "choices": ["ice ", "fire"], "label": 1}
 # Rows as on the Hub, and the same in plain fields.
@@ -79,7 +79,7 @@ def test_prompts_answers_and_metrics_are_those_of_the_harness(tmp_path: Path, na
     data = dict.fromkeys(("test", "validation", "train"), Dataset.from_list([HUB[name]]))
     theirs = requests({**load_yaml(path), "custom_dataset": lambda **_: data})
     for row in (HUB[name], PLAIN[name]):
-        ours = local_tasks.spec(Local(name, write(tmp_path / "rows.jsonl", row)))
+        ours = tasks.spec(Local(name, write(tmp_path / "rows.jsonl", row)))
         assert ours is not None
         found = requests(ours)
         assert (found[0], found[2]) == (theirs[0], theirs[2])
@@ -89,7 +89,7 @@ def test_prompts_answers_and_metrics_are_those_of_the_harness(tmp_path: Path, na
 def test_the_row_that_is_asked_is_none_of_the_examples(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     rows = [{**QUESTION, "question": f"Question {number}?"} for number in range(3)]
-    config = local_tasks.spec(Local("piqa", write(tmp_path / "rows.jsonl", *rows)))
+    config = tasks.spec(Local("piqa", write(tmp_path / "rows.jsonl", *rows)))
     assert config is not None
     (prompt, _), *_ = requests(config, shots=2)[0]
     assert sorted(prompt.count(row["question"]) for row in rows) == [1, 1, 1]
@@ -174,7 +174,7 @@ def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, name: str, row: di
     good = PLAIN.get(name, {"text": "a"})
     path = write(tmp_path / "rows.jsonl", good, row)
     with pytest.raises(LinearizeError) as told:
-        local_tasks.read_local(Local(name, path))
+        tasks.read_local(Local(name, path))
     assert told.value.code == Exit.USAGE
     assert holds(told.value.message, f"{path}:2", name, *words), told.value.message
 
@@ -220,15 +220,15 @@ def test_a_text_too_short_for_needles(linearize: Command, folder: Path, tmp_path
 
 
 def test_every_task_but_needles_has_its_file() -> None:
-    files = {path.stem: yaml.safe_load(path.read_text()) for path in Path(local_tasks.__file__).parent.glob("*/*.yaml")}
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in Path(tasks.__file__).parent.glob("*/*.yaml")}
     assert {name: config["task"] for name, config in files.items()} == {
-        name: name for name in local_tasks.FORMS if name != local_tasks.NEEDLE
+        name: name for name in tasks.FORMS if name != tasks.NEEDLE
     }
 
 
 def test_the_page_names_every_field() -> None:
     page = (Path(__file__).parents[2] / "docs/evaluate.md").read_text("utf-8")
-    for name, forms in local_tasks.FORMS.items():
+    for name, forms in tasks.FORMS.items():
         (row,) = [line for line in page.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1]]
         for field in (field for form in forms for field in form):
             assert f"`{field}`" in row, (name, field)

@@ -16,8 +16,8 @@ from torch import nn
 from training import BASES, base, byte_tokenizer, make_recipe, metrics, stage, tensors, train
 
 from linearize import api
-from linearize.estimate.measure import measure_stages
 from linearize.estimate.memory import Rehearsal
+from linearize.estimate.step import measure_stages
 from linearize.recipe.recipe import Recipe
 from linearize.train.compiled import CompiledLayers, compiles
 from linearize.train.save import load_converted

@@ -13,12 +13,11 @@ from training import VOCAB, T, make_recipe, metrics, small_source, stage, train
 
 from linearize.convert import convert, plan_conversion
 from linearize.plan.mechanisms import build_mixer, resolve_options
-from linearize.train import fit as fitting
 from linearize.train import loop, session
-from linearize.train.fit import Fit, fit_mixer
+from linearize.train import stages as fitting
 from linearize.train.save import load_converted
 from linearize.train.session import Finetuner
-from linearize.train.stages import Calibration, Listener, listen
+from linearize.train.stages import Calibration, Fit, Listener, fit_mixer, listen
 from linearize.train.student import Student
 from linearize_kernels.layers.rotary import Rotation
 from linearize_kernels.layout import TokenLayout

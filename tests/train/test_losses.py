@@ -16,14 +16,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearize.train.losses import (
+    cross_entropy,
     logit_kl,
-    next_token_ce,
+    next_token_targets,
     relative_mse,
     shared,
 )
 
 B, T, V = 2, 5, 11
 CHUNKS = [1, 4, V, 2 * V, None]  # one entry, ragged, exact, larger than the vocabulary, default
+
+
+def next_token_ce(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """`cross_entropy` of logits [B, T, V] with labels [B, T] that are not shifted."""
+    return cross_entropy(logits, next_token_targets(labels), **options)
 
 
 def logits(seed: int, dtype: torch.dtype = torch.float64, scale: float = 3.0) -> Tensor:

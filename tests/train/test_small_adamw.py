@@ -12,7 +12,7 @@ import torch
 from training import base, make_recipe, metrics, same, stage, tensors, train
 
 from linearize.errors import LinearizeError
-from linearize.estimate.choose import as_before, choose, is_open, without_auto
+from linearize.estimate.advice import as_before, choose, is_open, without_auto
 from linearize.estimate.estimate import estimate
 from linearize.estimate.gpus import Device
 from linearize.estimate.memory import Rehearsal
