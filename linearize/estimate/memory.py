@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from linearize_kernels.hf.attention_hooks import mixers_of
 
@@ -25,7 +25,7 @@ from ..train.student import Student, inject_lora, is_source
 from ..train.teacher import Named, find_teacher, give_teacher
 from .repeated_layers import Layers, LayersDiffer, find_layers, rehearsed_once, whole
 from .step import Step
-from .tracker import Tracker, Work, as_on_gpu, total
+from .tracker import Fakes, Tracker, Work, as_on_gpu, total
 
 NONE = Work()
 PARTS = ("weights", "masters", "gradients", "optimizer", "teacher", "activations", "logits")
@@ -142,7 +142,7 @@ class Rehearsal:
         self._advance, self._left = advance, 0.0
         self._known = {} if known is None else known
         self.planned, self.folder = planned, folder
-        self.mode = FakeTensorMode()
+        self.mode = Fakes()
         dtype = None if precision != "no" else torch.float32
         if precision != "no" and recipe.model.dtype is not None:
             dtype = getattr(torch, recipe.model.dtype)

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
@@ -38,6 +38,8 @@ OF_CPU: dict[Any, Any] = {
 
 # Attributes that Python asks a fake tensor for by an operation: half of all that it dispatches.
 DEVICE = torch.ops.prim.device.default
+# Arguments that are hashed as they are.
+PLAIN = {int, float, bool, str, torch.dtype, type(None)}
 TAKES_ROWS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 
 
@@ -237,6 +239,58 @@ class Tracker(TorchDispatchMode):
             self._launches += 1
             self._moved += 0 if flops else moved(packet, args, out)
         return out
+
+
+class Fakes(FakeTensorMode):
+    """torch's fake tensors, at a third of the time: results of operations are remembered by shorter keys, and made with
+    less around them. torch walks through 17 fields of each tensor and every number of its shape, and sets 18 attributes
+    of a result one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attributes = dict[torch.device, dict[str, Any]]()  # of every fake tensor there
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
+    def _prep_args_for_hash(self, result: list[Any], args: Any, *more: Any) -> None:
+        if isinstance(args, dict):
+            super()._prep_args_for_hash(result, args, *more)
+            return
+        result.append(len(args))
+        for x in args:
+            if type(x) in PLAIN:
+                result.append((type(x), x))
+            elif type(x) is FakeTensor and x.fake_mode is self and x.constant is None and x.layout is torch.strided:
+                place = x.fake_device, x.storage_offset(), x.untyped_storage().nbytes()
+                marks = x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
+                result.append((x.dtype, x.shape, x.stride(), place, marks))
+            else:
+                super()._prep_args_for_hash(result, (x,), *more)
+
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        form = entry.metadata
+        attributes = None if form is None else self._attributes.get(form.device)
+        usual = entry.inplace_idx is None and form is not None and form.layout is torch.strided
+        if attributes is None or not usual or form.is_conj or form.is_neg:
+            made = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            if type(made) is FakeTensor and made.constant is None:
+                self._attributes.setdefault(made.fake_device, dict(vars(made)))
+            return made
+        with in_kernel_invocation_manager(self):
+            empty = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+            if entry.view_idx is not None:
+                empty.set_(args[entry.view_idx].untyped_storage(), form.storage_offset, form.shape, form.stride)
+        made = Tensor._make_subclass(
+            FakeTensor, empty, form.requires_grad, dispatch_device=True, device_for_backend_keys=form.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return made
 
 
 def tensors_in(values: Any) -> Iterable[Tensor]:

@@ -29,7 +29,7 @@ from linearize.estimate.gpus import Device, card, cpu_rates, present
 from linearize.estimate.memory import Rehearsal, divided
 from linearize.estimate.repeated_layers import Layers, LayersDiffer, find_layers
 from linearize.estimate.step import Step
-from linearize.estimate.tracker import Tracker, Work, most_of
+from linearize.estimate.tracker import Fakes, Tracker, Work, most_of
 from linearize.job import checks, resolve
 from linearize.job.dry_run import dry_run
 from linearize.recipe.recipe import Recipe, load_recipe
@@ -230,6 +230,7 @@ def test_layers_that_are_alike_are_rehearsed_once(tmp_path: Path, monkeypatch: p
             return found
 
         monkeypatch.setattr(memory, "find_layers", lists)
+        monkeypatch.setattr(memory, "Fakes", Fakes if few else FakeTensorMode)
         with resolve.resolve(recipe) as job:
             rehearsal = Rehearsal(recipe, job.base.planned, job.base.folder, "bf16", gpu=True)
             return [rehearsal.stage(number) for number in range(len(kinds))]
