@@ -65,21 +65,25 @@ def documents_apart(backend: str, module: nn.Module, args: tuple[Any, ...], kwar
     """The arguments of softmax, whose mask keeps the documents apart that the call names (`named_documents`), as linear
     layers do. transformers finds documents in position_ids alone, and beside a padding mask or a cache not at all.
 
-    Raises ValueError for a mask that is no tensor, and for one beside flash attention, which reads bounds by itself.
+    Raises ValueError for a mask that is no tensor, and beside flash attention, where it would not find them by itself.
     """
     if len(args) < 4 or args[0].shape[2] == 1 or args[0].shape[2] > args[1].shape[2]:
         return args
     (query, key, value, mask), B, T, K = args[:4], args[0].shape[0], args[0].shape[2], args[1].shape[2]
-    hooks = getattr(module, "linearize_position_hooks", None)  # for architectures that do not tell their attention
+    causal = is_causal(module, kwargs, True)
+    # For architectures that do not tell their attention; images are told nothing of documents.
+    hooks = getattr(module, "linearize_position_hooks", None) if causal else None
     told = {} if hooks is None else hooks.arguments(query.transpose(1, 2))
     told |= {name: given for name, given in kwargs.items() if given is not None}
-    causal, documents = is_causal(module, kwargs, True), named_documents(told, (B, T))
-    if documents is None or ("flash" in backend and mask is None) or not (causal or T == K):
+    documents = named_documents(told, (B, T))
+    # Flash attention finds them in positions of one row, and in bounds of several that have all it needs.
+    finds = "flash" in backend and mask is None and (B == 1 or "max_length_q" in told)
+    if documents is None or finds or not (causal or T == K):
         return args
     if "flash" in backend or not (mask is None or isinstance(mask, Tensor)):
         raise ValueError(
-            f"cu_seq_lens_q or seq_idx with {backend} and a mask: documents would not be kept apart. Pass no attention_mask, "
-            "or call set_attn_implementation('sdpa')"
+            f"cu_seq_lens_q or seq_idx with {backend}, and a mask or several rows: documents would not be kept apart. Pass "
+            "one row and no attention_mask, or call set_attn_implementation('sdpa')"
         )
     cached = documents[:, :1].expand(B, K - T)  # tokens of a cache belong to the first document
     same = documents[:, None, :, None] == torch.cat([cached, documents], 1)[:, None, None]

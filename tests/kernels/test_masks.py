@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from linearize.convert import convert, plan_conversion
 from linearize_kernels import layout
+from linearize_kernels.hf.interface import documents_apart
 from linearize_kernels.layout import read_mask
 
 EXACT = TOLERANCE[torch.float32]
@@ -442,6 +443,17 @@ def test_named_documents_in_hybrids(tmp_path: Path, name: str) -> None:
         cache = model(ids[:, :8], use_cache=True).past_key_values
         out = model(ids[:, 8:], past_key_values=cache, use_cache=True, **by_bounds((5, 25))).logits
     assert relative_error(out, expected[:, 8:]) < EXACT
+
+
+def test_flash_attention_finds_documents_of_one_row() -> None:
+    """By positions or bounds. A mask hides them from it, and so do several rows without the length of the longest."""
+    q, bounds, backend = torch.zeros(2, 1, 20, 4), by_bounds((7, 13, 20)), "flash_attention_2"
+    whole = bounds | {"max_length_q": 20}
+    for rows, told in ((q[:1], by_numbers((7, 13))), (q, whole)):
+        assert documents_apart(backend, torch.nn.Module(), (rows, rows, rows, None), told)[3] is None
+    for mask, told in ((None, bounds), (torch.ones(2, 20), whole)):
+        with pytest.raises(ValueError, match=r"flash_attention_2.*'sdpa'"):
+            documents_apart(backend, torch.nn.Module(), (q, q, q, mask), told)
 
 
 def test_softmax_of_its_own_cannot_name_documents_beside_a_mask(tmp_path: Path) -> None:
