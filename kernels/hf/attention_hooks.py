@@ -345,9 +345,9 @@ def attach(
             capture(module)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
-    for module in model.modules():
-        if "Attention" in type(module).__name__ and not hasattr(module, "mixer"):
-            module.linearize_position_hooks = position_hooks
+    others: list[Any] = [part for part in model.modules() if "Attention" in type(part).__name__]
+    for other in others:
+        other.linearize_position_hooks = position_hooks
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *precise}
     parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:

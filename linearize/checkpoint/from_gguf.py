@@ -157,7 +157,8 @@ def check_facts(path: Path, architecture: str, facts: dict[str, Any], tensors: i
 def check_config(path: Path, architecture: str, facts: dict[str, Any], config: Any) -> None:
     """Refuse a file that says something of its attention which transformers does not read and whose default is another,
     as StarCoder2's base of rotary frequencies."""
-    read = theirs.GGUF_TO_TRANSFORMERS_MAPPING["config"].get(architecture, {})
+    known: Any = theirs.GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    read = known.get(architecture, {})
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_theta" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
