@@ -346,6 +346,9 @@ def attach(
             capture(module)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
+    others: list[Any] = [part for part in model.modules() if "Attention" in type(part).__name__]
+    for other in others:
+        other.linearize_position_hooks = position_hooks
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *precise}
     parts: list[Any] = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
@@ -353,6 +356,8 @@ def attach(
         part.register_forward_pre_hook(refuse_attention_maps, with_kwargs=True)
         if makes_places(part):
             part.linearize_grids = any(hasattr(module, "get_rope_index") for module in part.modules())
+            part.linearize_counts = rotates(part) and not part.linearize_grids
+            part.linearize_captures = capture is not None
             part.register_forward_pre_hook(place_tokens, with_kwargs=True)
         position_hooks.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
@@ -418,10 +423,10 @@ def rotates(model: Any) -> bool:
 
 
 def makes_places(part: Any) -> bool:
-    """Whether a model, or a model in it, that has causal mixers numbers its tokens for a rotary embedding."""
+    """Whether a model, or a model in it, that has causal mixers is told the places of its tokens."""
     names = inspect.signature(type(part).forward).parameters
     causal = any(mixer.site.causal for mixer in mixers_of(part).values())
-    return causal and {"position_ids", "attention_mask"} <= {*names} and rotates(part)
+    return causal and {"position_ids", "attention_mask"} <= {*names}
 
 
 def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -431,8 +436,10 @@ def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     Softmax sees rotated queries and keys through their distance alone. Feature maps and gates of channels see how far
     each is rotated, so a row that padding shifts, or a document behind another, would compute something else.
 
-    Models of images that number rows and columns as well (`get_rope_index`) read the padding mask for that themselves;
-    of documents they know nothing. Raises ValueError for documents with images in such a model.
+    Models with learned positions count padding, too, as their source does, and models of images that number rows and
+    columns as well (`get_rope_index`) read the padding mask for that themselves; of documents they know nothing. Raises
+    ValueError for documents with images in such a model, and beside a mask or a cache for layers with a softmax of their
+    own: those see documents in the mask that transformers makes, and it makes none there.
     """
     given = {**dict(zip(part.linearize_arguments, args, strict=False)), **kwargs}
     mask, x = given.get("attention_mask"), given.get("input_ids")
@@ -443,15 +450,21 @@ def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return None
     B, T = x.shape[:2]
     documents = named_documents(given, (B, T))
-    if part.linearize_grids:
-        if documents is None:
-            return None
-        if any(value is not None and ("pixel" in name or "grid_thw" in name) for name, value in given.items()):
-            raise ValueError(
-                "cu_seq_lens_q or seq_idx with images, and no position_ids: the model numbers the rows and columns of an "
-                "image as if the documents were one. Pass position_ids that restart with each document"
-            )
-    cache = cache_in(given)
+    if documents is None and not part.linearize_counts:
+        return None
+    images = any(value is not None and ("pixel" in name or "grid_thw" in name) for name, value in given.items())
+    if part.linearize_grids and images:
+        raise ValueError(
+            "cu_seq_lens_q or seq_idx with images, and no position_ids: the model numbers the rows and columns of an "
+            "image as if the documents were one. Pass position_ids that restart with each document"
+        )
+    cache, cached = cache_in(given), given.get("use_cache")
+    cached = cache is not None or (getattr(part.config, "use_cache", False) if cached is None else cached)
+    if documents is not None and part.linearize_captures and prefix == HYBRID and (cached or mask is not None):
+        raise ValueError(
+            "cu_seq_lens_q or seq_idx beside an attention_mask or a cache: the layers that keep softmax would not keep the "
+            "documents apart. Pass use_cache=False and no attention_mask"
+        )
     seen = 0 if cache is None else cache.get_seq_length()
     mask = mask if isinstance(mask, Tensor) and mask.shape[-1] == seen + T else None
     if mask is not None and mask.ndim == 2:

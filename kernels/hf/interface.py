@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..layout import check_columns, is_traced, mark_unpadded
+from ..layout import check_columns, is_causal, is_traced, mark_unpadded, named_documents
 
 # linearize_sdpa: some layers keep softmax, through sdpa. linearize_all_sdpa: none does, so no T x T mask is built.
 # linearize_transfer_sdpa: softmax runs everywhere, and each mixer is compared with it on the same input.
@@ -54,10 +54,44 @@ def dispatch(prefix: str, backend: str, module: nn.Module, *args: Any, **kwargs:
     softmax = softmax_function(backend, module)
     if mixer is None:
         static = getattr(args[1], "linearize_room", None) if len(args) > 1 else None
+        args = documents_apart(backend, module, args, kwargs)
         return softmax(module, *args, **kwargs) if static is None else static().attend(softmax, module, *args, **kwargs)
     # A mixer of an earlier version has it under another name.
     attend = mixer.attention_function if hasattr(mixer, "attention_function") else mixer.seam
     return attend(mixer, prefix, softmax, module, *args, **kwargs)
+
+
+def documents_apart(backend: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of softmax, whose mask keeps the documents apart that the call names (`named_documents`), as linear
+    layers do. transformers finds documents in position_ids alone, and beside a padding mask or a cache not at all.
+
+    Raises ValueError for a mask that is no tensor, and beside flash attention, where it would not find them by itself.
+    """
+    if len(args) < 4 or args[0].shape[2] == 1 or args[0].shape[2] > args[1].shape[2]:
+        return args
+    (query, key, value, mask), B, T, K = args[:4], args[0].shape[0], args[0].shape[2], args[1].shape[2]
+    causal = is_causal(module, kwargs, True)
+    # For architectures that do not tell their attention; images are told nothing of documents.
+    hooks = getattr(module, "linearize_position_hooks", None) if causal else None
+    told = {} if hooks is None else hooks.arguments(query.transpose(1, 2))
+    told |= {name: given for name, given in kwargs.items() if given is not None}
+    documents = named_documents(told, (B, T))
+    # Flash attention finds them in positions of one row, and in bounds of several that have all it needs.
+    finds = "flash" in backend and mask is None and (B == 1 or "max_length_q" in told)
+    if documents is None or finds or not (causal or T == K):
+        return args
+    if "flash" in backend or not (mask is None or isinstance(mask, Tensor)):
+        raise ValueError(
+            f"cu_seq_lens_q or seq_idx with {backend}, and a mask or several rows: documents would not be kept apart. Pass "
+            "one row and no attention_mask, or call set_attn_implementation('sdpa')"
+        )
+    cached = documents[:, :1].expand(B, K - T)  # tokens of a cache belong to the first document
+    same = documents[:, None, :, None] == torch.cat([cached, documents], 1)[:, None, None]
+    if mask is None:
+        mask = same.tril(K - T) if causal else same
+    else:
+        mask = mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+    return query, key, value, mask, *args[4:]
 
 
 def softmax_function(backend: str, module: nn.Module) -> Callable[..., Any]:

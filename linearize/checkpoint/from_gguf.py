@@ -101,6 +101,7 @@ def _write(folder: Path, path: Path, weights: bool) -> None:
         if facts.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab"):
             _write_tokenizer(folder, facts)
     (folder / FILE).unlink()
+    check_config(path, architecture, facts, config.get_text_config())
     if ROPE in tensors:
         config.rope_parameters = llama3_rope(path, config, torch.tensor(tensors.pop(ROPE).data))
     head = model_class_of(config)
@@ -151,6 +152,31 @@ def check_facts(path: Path, architecture: str, facts: dict[str, Any], tensors: i
     scaling = facts.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none":
         raise refused(path, f"of a model with {scaling} scaling of its rotary embedding, which transformers leaves out")
+
+
+def check_config(path: Path, architecture: str, facts: dict[str, Any], config: Any) -> None:
+    """Refuse a file that says something of its attention which transformers does not read and whose default is another,
+    as StarCoder2's base of rotary frequencies."""
+    known: Any = theirs.GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    read = known.get(architecture, {})
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = [ropes] if "rope_theta" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]
+    said: dict[str, list[Any]] = {
+        "rope.freq_base": [rope["rope_theta"] for rope in ropes],
+        "rope.dimension_count": [int(width * x) for rope in ropes if (x := rope.get("partial_rotary_factor"))],
+        "attention.sliding_window": [getattr(config, "sliding_window", None) or 0],
+    }
+    said |= {name: [getattr(config, name, None)] for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    for name, ours in said.items():
+        value = facts.get(f"{architecture}.{name}")
+        if value is None or read.get(name) or not ours:
+            continue
+        if not any(math.isclose(value, x or 0, rel_tol=1e-6) for x in ours):
+            raise refused(path, f"a file whose {name} is {value:g}; transformers leaves it out, for {ours[0]}")
+    scale = getattr(config, "query_pre_attn_scalar", width)
+    if scale != width:  # of Gemma with 27B weights, whose file does not say it
+        raise refused(path, f"of a model with heads of {width} that transformers gives the scale of heads of {scale:g}")
 
 
 def llama3_rope(path: Path, config: Any, divisors: Tensor) -> dict[str, Any]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _SLAB = 1 << 20  # characters per tokenizer call: feeds its threads, bounds its memory (240 bytes a token)
 SMALL, LONGEST_TOKEN = 1 << 20, 64  # bytes of a file that may hold no text, characters that may be a single token
+ASSISTANT = "assistant"  # the role whose messages sft learns
 LOOKED_AT = 1 << 31  # characters of a source that `check_rows` reads: some 5 s, no more than hashing them takes
 
 
@@ -181,7 +182,7 @@ class _Encoder:
         ids = rendered(self.tokenizer, messages)
         learned = [0] * len(ids)
         for i, message in enumerate(messages):
-            if message["role"] != "assistant" or not self.sft:
+            if message["role"] != ASSISTANT or not self.sft:
                 continue
             before = rendered(self.tokenizer, messages[:i], answer=True) if i else []
             after = rendered(self.tokenizer, messages[: i + 1])
@@ -230,7 +231,7 @@ def _conversation(where: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]
     if fields.get("messages") is not None:
         return _messages(where, fields["messages"])
     prompt, completion = _string(where, fields, "prompt"), _string(where, fields, "completion")
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
 
 
 def _string(where: str, fields: Mapping[str, Any], key: str) -> str:
@@ -264,11 +265,16 @@ def check_rows(source: TextSource, *, sft: bool) -> None:
         with suppress(NotImplementedError):  # of files that cannot be streamed
             _read_rows(rows if Path(source.path).is_dir() else islice(rows, 1), source, sft, LOOKED_AT)
     check_enough(source)
-    left = LOOKED_AT
+    left, roles = LOOKED_AT, set[str]()
     smallest_first = sorted(source.files, key=lambda file: file.stat().st_size)
     for number, file in enumerate(smallest_first):
         share = left // (len(smallest_first) - number)
-        left -= _read_rows(rows_of(replace(source, files=(file,))), source, sft, share)
+        left -= _read_rows(rows_of(replace(source, files=(file,))), source, sft, share, roles)
+    if sft and source.files and ASSISTANT not in roles:
+        raise LinearizeError(
+            f"{source}: no message has the role {ASSISTANT!r}, and nothing else is learned. Found: "
+            f"{', '.join(sorted(roles))}"
+        )
 
 
 def check_enough(source: TextSource, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -309,13 +315,16 @@ def check_chats(source: TextSource, tokenizer: PreTrainedTokenizerBase, *, sft: 
                     encoder.conversation(*row)
 
 
-def _read_rows(rows: Iterable[_Row], source: TextSource, sft: bool, most: int) -> int:
-    """Read rows until they have `most` characters; returns how many they had."""
+def _read_rows(rows: Iterable[_Row], source: TextSource, sft: bool, most: int, roles: set[str] | None = None) -> int:
+    """Read rows until they have `most` characters; returns how many they had. `roles` gets those of their messages, and
+    plain text is learned as the assistant's."""
     found = 0
     for row in rows:
         text = _text(*row, source, sft)
-        texts = [message["content"] for message in _conversation(*row)] if text is None else [text]
-        found += sum(map(len, texts))
+        messages = _conversation(*row) if text is None else [{"role": ASSISTANT, "content": text}]
+        found += sum(len(message["content"]) for message in messages)
+        if roles is not None:
+            roles.update(message["role"] for message in messages)
         if found >= most:
             break
     return found

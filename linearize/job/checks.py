@@ -102,12 +102,12 @@ def check_text(recipe: Recipe, check: Callable[..., None] = check_rows) -> None:
     seen = set[tuple[TextSource, bool]]()
     for stage in recipe.stages:
         data = recipe.data_for(stage)
-        sft = stage.answers_alone
         for source in (*(part for part, _ in parts_of(data.train)), data.eval):
             if source is None or holds_images(source):
                 continue
             check_there(source, recipe.folder)
             own = isinstance(source, TeacherSource)
+            sft = stage.answers_alone and not own  # the teacher answers prompts
             text = (prompts_of if own else to_source)(source, data.pack.text_key, recipe.folder)
             if text is not None and (text, sft) not in seen:
                 check(text, sft=sft)

@@ -17,8 +17,9 @@ from conftest import holds
 from models import logits, small_model, tokens
 from safetensors.torch import load_file
 from training import BYTES, TEMPLATE, T, byte_tokenizer, make_recipe, stage
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from linearize.checkpoint.from_gguf import check_config
 from linearize.checkpoint.source import open_source
 from linearize.errors import Exit, LinearizeError
 from linearize.export.to_gguf import llama3_factors
@@ -37,7 +38,7 @@ def write_gguf(
     path: Path, name: str = "llama", kind: str = "F32", drop: str = "", more: Facts | None = None, **facts: Any
 ) -> Path:
     """A small random model as llama.cpp's converter writes one; without tensors that have `drop` in their name, and
-    with `more` of them. `facts` are metadata, whose names have _ in place of a dot."""
+    with `more` of them. `facts` are metadata, whose names may have _ in place of a dot."""
     size = len(TOKENS)
     model = small_model(name, vocab_size=size, intermediate_size=64, eos_token_id=size - 1, bos_token_id=size - 1)
     config = model.config
@@ -62,8 +63,9 @@ def write_gguf(
     writer.add_bos_token_id(size - 1)
     writer.add_pad_token_id(0)
     writer.add_chat_template(TEMPLATE)
-    for key, value in facts.items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint16)(key.replace("_", "."), value)
+    for name_of, value in facts.items():
+        key = name_of if "." in name_of else name_of.replace("_", ".")
+        (writer.add_string if isinstance(value, str) else writer.add_uint16)(key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.num_hidden_layers)
     for key, value in model.state_dict().items():
         place, x = names.get_name(key, (".weight", ".bias")), value
@@ -157,6 +159,7 @@ REFUSED: list[tuple[Facts, tuple[str, ...]]] = [
     ({"more": MORE}, ("rope_factors_long.weight",)),
     ({"more": {"rope_freqs.weight": torch.arange(1.0, 5.0)}}, ("rope_freqs.weight", "Llama 3")),
     ({"name": "qwen3"}, ("q_proj.weight", "512")),  # whose heads are 8 wide, which transformers does not read
+    ({"name": "qwen2", "qwen2.attention.sliding_window": 6}, ("attention.sliding_window is 6",)),
     ({"drop": "blk.1.ffn_up"}, ("layers.1.mlp.up_proj.weight",)),
 ]
 
@@ -169,6 +172,28 @@ def test_what_would_be_left_out_is_refused(tmp_path: Path, changes: Facts, named
     assert error.value.code == Exit.INCOMPATIBLE
     assert holds(error.value.message, str(path), *named)
     assert os.listdir(tmp_path) == ["small.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fact", "wrong", "right"),
+    [
+        ("starcoder2", "rope.freq_base", 999999.4375, 10000.0),
+        ("stablelm", "rope.dimension_count", 80, 20),
+        ("phi3", "attention.sliding_window", 2047, 0),
+        ("gemma2", "attn_logit_softcapping", 30.0, 50.0),
+    ],
+)
+def test_what_transformers_does_not_read_must_be_its_default(kind: str, fact: str, wrong: float, right: float) -> None:
+    config = AutoConfig.for_model(kind)
+    check_config(Path("a.gguf"), kind, {f"{kind}.{fact}": right}, config)
+    with pytest.raises(LinearizeError, match=rf"a\.gguf.*{fact} is {wrong:g}"):
+        check_config(Path("a.gguf"), kind, {f"{kind}.{fact}": wrong}, config)
+
+
+def test_the_scale_of_the_largest_gemmas_is_not_in_their_file() -> None:
+    config = AutoConfig.for_model("gemma2", head_dim=128)
+    with pytest.raises(LinearizeError, match=r"heads of 128.*256"):
+        check_config(Path("a.gguf"), "gemma2", {}, config)
 
 
 def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,23 @@ def test_rows_are_read_as_the_stage_reads_them(root: Path, tmp_path: Path) -> No
             check_text(make_recipe(tmp_path, linear, recipe_stage, data=data))
 
 
+def test_conversations_without_an_answer_are_refused_before_the_conversion(root: Path, tmp_path: Path) -> None:
+    """As prompts of the teacher they are what is asked for, and among others they are passed over."""
+    for name, role in (("asked", "user"), ("large", "Assistant"), ("small", "assistant")):
+        messages = [{"role": "user", "content": "q"}, {"role": role, "content": "a"}]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}))
+
+    def check(train: Any, **changes: Any) -> None:
+        check_text(make_recipe(tmp_path, base(root, "llama"), stage("logit_kl", **changes), data={"train": train}))
+
+    for name, words in (("asked", "'assistant'.*Found: user$"), ("large", "'assistant'.*Found: Assistant, user$")):
+        check({"files": [f"{name}.jsonl"]})
+        check({"files": [f"{name}.jsonl", "small.jsonl"]}, completion_only=True)
+        check({"teacher": {"tokens": 100, "prompts": f"{name}.jsonl"}}, completion_only=True)
+        with pytest.raises(LinearizeError, match=words):
+            check({"files": [f"{name}.jsonl"]}, completion_only=True)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_dry_run_reads_the_first_row_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = packed(tmp_path / name, LINES * 2000)

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from linearize.convert import convert, plan_conversion
 from linearize_kernels import layout
+from linearize_kernels.hf.interface import documents_apart
 from linearize_kernels.layout import read_mask
 
 EXACT = TOLERANCE[torch.float32]
@@ -422,11 +423,49 @@ def test_named_documents_may_have_padding(source: Path, tmp_path: Path, mechanis
     assert relative_error(out[:, 17:35], logits(model, ids[:, 17:35])) < EXACT
 
 
-@pytest.mark.parametrize("name", ["phi3", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["phi3", "mistral", "gemma2", "gpt2", "stablelm"])
 def test_named_documents_in_hybrids(tmp_path: Path, name: str) -> None:
-    model, ids = linear(save_source(tmp_path / "source", name), tmp_path, "gla", HYBRID), tokens(1, 33)
+    """Layers that keep softmax keep them apart, too, also where transformers looks for no documents: beside a padding
+    mask, and with a cache. GPT-2 adds learned positions to what it reads, and StableLM tells its attention nothing."""
+    (any_model("stablelm") if name == "stablelm" else small_model(name)).save_pretrained(tmp_path / "source")
+    model, ids = linear(tmp_path / "source", tmp_path, "gla", HYBRID), tokens(1, 33)
+    mask, expected = torch.ones_like(ids), apart(model, ids, (13, 20))
     for told in (by_bounds((13, 20)), by_numbers((13, 20))):
-        assert relative_error(logits(model, ids, **told), apart(model, ids, (13, 20))) < EXACT
+        for more in ({}, {"attention_mask": mask}):
+            assert relative_error(logits(model, ids, **told, **more), expected) < EXACT
+        with torch.no_grad():
+            assert relative_error(model(ids, use_cache=True, **told).logits, expected) < EXACT
+    mask[0, :2] = mask[0, 11:15] = 0
+    out, alone = logits(model, ids, attention_mask=mask, **by_bounds((13, 20))), mask[0].bool()
+    parts = torch.cat([logits(model, ids[:, 2:11]), logits(model, ids[:, 15:])], 1)
+    assert relative_error(out[:, alone], parts) < EXACT
+    with torch.no_grad():
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        out = model(ids[:, 8:], past_key_values=cache, use_cache=True, **by_bounds((5, 25))).logits
+    assert relative_error(out, expected[:, 8:]) < EXACT
+
+
+def test_flash_attention_finds_documents_of_one_row() -> None:
+    """By positions or bounds. A mask hides them from it, and so do several rows without the length of the longest."""
+    q, bounds, backend = torch.zeros(2, 1, 20, 4), by_bounds((7, 13, 20)), "flash_attention_2"
+    whole = bounds | {"max_length_q": 20}
+    for rows, told in ((q[:1], by_numbers((7, 13))), (q, whole)):
+        assert documents_apart(backend, torch.nn.Module(), (rows, rows, rows, None), told)[3] is None
+    for mask, told in ((None, bounds), (torch.ones(2, 20), whole)):
+        with pytest.raises(ValueError, match=r"flash_attention_2.*'sdpa'"):
+            documents_apart(backend, torch.nn.Module(), (q, q, q, mask), told)
+
+
+def test_softmax_of_its_own_cannot_name_documents_beside_a_mask(tmp_path: Path) -> None:
+    """Falcon's layers that keep it see documents in the mask that transformers makes of position_ids, and it makes none
+    there."""
+    any_model("falcon").save_pretrained(tmp_path / "source")
+    model, ids = linear(tmp_path / "source", tmp_path, "gla", "0"), tokens(1, 33)
+    told = by_bounds((13, 20))
+    assert relative_error(logits(model, ids, **told), apart(model, ids, (13, 20))) < EXACT
+    for more in ({"attention_mask": torch.ones_like(ids)}, {"use_cache": True}):
+        with pytest.raises(ValueError, match="use_cache=False"):
+            model(ids, **told, **more)
 
 
 def test_bounds_count_through_all_rows(source: Path, tmp_path: Path) -> None:
