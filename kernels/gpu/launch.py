@@ -126,13 +126,13 @@ def launch(
         _launches[key] = compiled, values
 
 
-def _compiled_for(kernel: Any, arguments: tuple[Any, ...], collected: bool) -> list[Hashable]:
+def _compiled_for(kernel: Any, arguments: tuple[Any, ...], collected: bool) -> list[Any]:
     """What triton compiles for: dtypes, whether memory begins at a multiple of 16 bytes (not of memory that is not there,
     where launches are collected), and whether an int is 1 or a multiple of 16."""
     free = _free.get(id(kernel))
     if free is None:
         free = _free[id(kernel)] = tuple(one.do_not_specialize for one in getattr(kernel, "params", ()))
-    found: list[Hashable] = []
+    found: list[Any] = []
     for x, every in zip(arguments, free or (False,) * len(arguments), strict=False):
         kind = type(x)
         if kind is int:

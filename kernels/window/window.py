@@ -213,9 +213,9 @@ class _Ends(NamedTuple):
     """Where the kernel and the rings of sequences laid end to end look. With rings of R places the kernel gets a longer
     row, in which each of the n sequences stands behind what its ring holds; R=0: their own row."""
 
-    order: Tensor | None  # [n*R+T] of each place of the longer row, among all places of the rings and the tokens behind
-    queries: Tensor | None  # [n*R+T] the token that it is, any for a place of a ring
-    tokens: Tensor | None  # [T] the places of the tokens
+    order: Any  # [n*R+T] of each place of the longer row, among all places of the rings and the tokens behind
+    queries: Any  # [n*R+T] the token that it is, any for a place of a ring
+    tokens: Any  # [T] the places of the tokens; like the two before it None where R=0
     starts: Tensor  # [1,n*R+T] int32 where the document of each place begins
     places: Tensor  # [n*(S+W)] of the tokens that the rings hold afterwards
     reached: Tensor  # [n,S+W,1,1] the document reached them
@@ -229,7 +229,8 @@ def _ends_of(cu: Tensor, T: int, held: Tensor | None, sizes: tuple[int, int]) ->
     real = torch.zeros_like(length) if held is None else held.clamp_max(R)
     ends = cu[1:] + (count + 1) * R
     begin = ends - length - real
-    starts, order, queries, tokens = begin[number], None, None, None
+    starts: Tensor = begin[number]
+    order = queries = tokens = None
     if held is not None:
         index = torch.arange(R, device=device)
         own = index - (R - real)[:, None]  # place among the real ones, below 0 for none
