@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .gpu.operators import results_into
+from .gpu.operators import last_results, results_into
 from .layout import TokenLayout, once, part_of
 from .layers.norm import HeadNorm
 from .layers.pool import check_pool, on_rows, on_sequences
@@ -342,6 +342,7 @@ class Mixer(nn.Module):
         far, near = (None, None) if state is None else state
         q, k, v = inputs[-3:]
         outputs, far = self._scan_sequences(inputs[:-3], layout, far)
+        last_results(2)
         o, mass, near = self.near.attend(q, k, v, layout, near)
         return (*outputs, o, mass), WindowedState(far, near)
 

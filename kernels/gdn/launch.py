@@ -78,6 +78,7 @@ def configure(q: Tensor, v: Tensor) -> Config:
     return _configure(q.device, q.dtype, int(q.shape[3]), int(v.shape[3]))
 
 
+@functools.cache
 def _configure(device: torch.device, dtype: torch.dtype, D: int, DV: int) -> Config:
     gpu = target(device)
     if gpu is None:

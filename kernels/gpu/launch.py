@@ -31,8 +31,8 @@ from torch import Tensor
 from ..layout import once
 from .triton_helpers import load_rows, triton
 
-# Compiled kernels, by what triton compiles for.
-_launches: dict[Hashable, Any] = {}
+# Compiled kernels and the values of their constants, by what triton compiles for.
+_launches: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 # Of a kernel, which of its arguments are ints for which triton compiles once, whatever they are.
 _free: dict[int, tuple[bool, ...]] = {}
 _kinds: set[Hashable] = set()
@@ -84,7 +84,7 @@ def entry(run: Callable[..., Any], *later: Callable[..., Any]) -> Callable[..., 
 
 
 def _first_of_kind(run: Any, inputs: Sequence[Any]) -> bool:
-    kind = run, *((x.shape[2:], x.dtype, x.requires_grad) if isinstance(x, Tensor) else x is None for x in inputs)
+    kind = run, *[(x.shape[2:], x.dtype, x.requires_grad) if isinstance(x, Tensor) else x is None for x in inputs]
     new = kind not in _kinds and not interpreted()
     _kinds.add(kind)
     return new
@@ -105,16 +105,16 @@ def launch(
     in its signature; `constants` may hold more than those.
     """
     collected = _collected.get()
-    values = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     key = (
-        id(kernel), num_warps, num_stages, maxnreg, arguments[0].device, *values,
+        id(kernel), num_warps, num_stages, maxnreg, arguments[0].device, *constants, *constants.values(),
         *_compiled_for(kernel, arguments, collected is not None),
     )  # fmt: skip
     if known := _launches.get(key):
-        if collected is not None:
-            return
-        known[(*grid, 1, 1)[:3]](*arguments, *values)
+        if collected is None:
+            compiled, values = known
+            compiled[(*grid, 1, 1)[:3]](*arguments, *values)
         return
+    values = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     keywords = dict(zip(kernel.arg_names[len(arguments) :], values, strict=True)) | options
     if collected is not None:
@@ -123,24 +123,25 @@ def launch(
     with _without_tensor_memory():
         compiled = _fitting(lambda keywords: kernel[grid](*arguments, **keywords), keywords, kernel.__name__)
     if compiled is not None:  # the interpreter compiles nothing
-        _launches[key] = compiled
+        _launches[key] = compiled, values
 
 
-def _compiled_for(kernel: Any, arguments: tuple[Any, ...], collected: bool) -> list[Hashable]:
+def _compiled_for(kernel: Any, arguments: tuple[Any, ...], collected: bool) -> list[Any]:
     """What triton compiles for: dtypes, whether memory begins at a multiple of 16 bytes (not of memory that is not there,
     where launches are collected), and whether an int is 1 or a multiple of 16."""
     free = _free.get(id(kernel))
     if free is None:
         free = _free[id(kernel)] = tuple(one.do_not_specialize for one in getattr(kernel, "params", ()))
-    found: list[Hashable] = []
+    found: list[Any] = []
     for x, every in zip(arguments, free or (False,) * len(arguments), strict=False):
-        if isinstance(x, Tensor):
-            found.append((x.dtype, collected or x.data_ptr() % 16 == 0))
-        elif isinstance(x, int):
+        kind = type(x)
+        if kind is int:
             wide = not -(1 << 31) <= x < 1 << 31
             found.append(wide if every else 1 if x == 1 else (x % 16 == 0, wide))
+        elif x is None or kind is float:
+            found.append(kind)
         else:
-            found.append(None if x is None else float)
+            found.append((x.dtype, collected or x.data_ptr() % 16 == 0))
     return found
 
 

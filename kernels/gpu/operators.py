@@ -30,14 +30,14 @@ KINDS = {Tensor: "Tensor", float: "float", int: "int", bool: "bool", str: "str",
 _libraries: list[torch.library.Library] = []
 # Operator -> its host side, run(*inputs), which makes room and launches: to look at both without a GPU.
 HOSTS: dict[str, Callable[..., Any]] = {}
-# Tensors that wait for what operators on a pool return (`results_into`).
+# Tensors that wait for what operators return (`results_into`).
 _waiting: ContextVar[list[Tensor] | None] = ContextVar("waiting", default=None)
 
 
 @contextmanager
 def results_into(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """In this block each operator that changes a pool writes its results into `outputs` (dense tensors), those of them
-    that have the shape and dtype of one; the first goes first. So a server's step copies nothing."""
+    """In this block operators whose first result is called o write into `outputs` (dense tensors) what has the shape and
+    dtype of one; the first goes first. So a server copies nothing."""
     token = _waiting.set(list(outputs))
     try:
         yield
@@ -45,13 +45,23 @@ def results_into(outputs: Sequence[Tensor]) -> Iterator[None]:
         _waiting.reset(token)
 
 
-def _placed(made: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Room for results, in a tensor that waits for one like it where there is any."""
-    waiting, found = _waiting.get(), []
-    for y in made:
-        kind = y.shape, y.dtype, y.device
-        at = next((i for i, out in enumerate(waiting or ()) if (out.shape, out.dtype, out.device) == kind), None)
-        found.append(y if waiting is None or at is None else waiting.pop(at))
+def last_results(count: int) -> None:
+    """What follows in a block of `results_into` makes the last `count` of its outputs."""
+    if waiting := _waiting.get():
+        del waiting[:-count]
+
+
+def _placed(made: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    """Room for results, that of the first `count` in a tensor that waits for one like it where there is any."""
+    waiting = _waiting.get()
+    if not waiting:
+        return made
+    found = [*made]
+    for n, y in enumerate(found[:count]):
+        for i, out in enumerate(waiting):
+            if out.shape == y.shape and out.dtype == y.dtype and out.device == y.device:
+                found[n] = waiting.pop(i)
+                break
     return found
 
 
@@ -102,7 +112,7 @@ def operator(
 
     def run(*values: Any) -> Any:
         x = arguments(*values)
-        made = _placed(results(x)) if changed else results(x)
+        made = _placed(results(x), len(wanted)) if wanted[0] == "o" else results(x)
         forward(x, *made)
         return _plain(made)
 

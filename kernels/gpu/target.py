@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ class Target(NamedTuple):
     processors: int
 
 
+@functools.cache
 def target(device: torch.device) -> Target | None:
     """A GPU as configurations see it; None for the interpreter, whose tiles are numpy arrays."""
     if device.type != "cuda":

@@ -168,7 +168,7 @@ def _gsa_triton(
     if cu is None:
         absorbed = real_tokens(q, padding)
     else:
-        absorbed = (cu[1:] - cu[:-1]).long()
+        absorbed = once(cu, "lengths", lambda: cu.diff().long())
     return o, GSAState(K, V, absorbed if state is None else state.seen + absorbed)
 
 

@@ -132,21 +132,21 @@ def _made(x: Call) -> tuple[Call, tuple[int, int, int], dict[str, Any]]:
     """The inputs made dense, and what both kernels take last: (rows, M, C), and constants."""
     (B, T, E, M), clock = x.f.shape, x.strength is not None
     dense = (None if y is None else y.contiguous() for y in (x.strength, x.place))
-    constants = {"COLUMNS": E * M, "CLOCK": clock, "BR": TILE, "BX": min(128, triton.next_power_of_2(E * M))}
+    constants = {"COLUMNS": E * M, "CLOCK": clock, "BR": TILE, "BX": min(128, 1 << (E * M - 1).bit_length())}
     sizes = B * T, M, x.strength.shape[1] if x.strength is not None else 0
     return Call(x.f.contiguous(), x.damping, *dense), sizes, constants
 
 
 def _forward(x: Call, g: Tensor) -> None:
     (f, damping, strength, place), sizes, constants = _made(x)
-    grid = triton.cdiv(sizes[0], ROWS), triton.cdiv(constants["COLUMNS"], constants["BX"])
+    grid = -(-sizes[0] // ROWS), -(-constants["COLUMNS"] // constants["BX"])
     launch(forward_kernel, grid, f, strength, place, g, damping, *sizes, num_warps=4, **constants)
 
 
 def _backward(x: Call, dg: Tensor) -> tuple[Tensor, Tensor]:
     """df, and the gradient of the strength."""
     (f, damping, strength, place), sizes, constants = _made(x)
-    grid = triton.cdiv(sizes[0], ROWS_BACK), triton.cdiv(constants["COLUMNS"], constants["BX"])
+    grid = -(-sizes[0] // ROWS_BACK), -(-constants["COLUMNS"] // constants["BX"])
     df, ds = scratch(f, *f.shape, dtype=f.dtype), scratch(f, grid[0], *f.shape[2:])
     launch(backward_kernel, grid, dg.contiguous(), f, strength, place, df, ds, damping, *sizes, num_warps=4,
            ROWS=ROWS_BACK, **constants)  # fmt: skip

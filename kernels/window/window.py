@@ -39,7 +39,7 @@ from ..layers.pool import check_pool, each_sequence, on_rows
 from ..layout import TokenLayout, once
 from ..mixer import Bounds, Mixer, AttentionSite, full_precision
 from ..layers.scan import numbered
-from ..layers.sequences import Spliced, splice
+from ..layers.sequences import sequence_numbers
 from .blend import blend
 from .launch import runs_on, window_op
 from .step import pool_op, step_op
@@ -210,60 +210,67 @@ def _each(
 
 
 class _Ends(NamedTuple):
-    """Where the kernel and the rings of sequences laid end to end look, in a row in which each of them stands behind what
-    its ring holds; n sequences, R places of a ring."""
+    """Where the kernel and the rings of sequences laid end to end look. With rings of R places the kernel gets a longer
+    row, in which each of the n sequences stands behind what its ring holds; R=0: their own row."""
 
-    at: Spliced
-    source: Tensor  # [n,R] of the ring's places, its real tokens moved to the right: what only the sink holds, the window
-    none: Tensor  # [n,R] places before them
-    starts: Tensor  # [1,N] int32 where the document of each token begins
-    places: Tensor  # [n,S+W] of the tokens that the ring holds afterwards
-    reached: Tensor  # [n,S+W] the document reached them
+    order: Any  # [n*R+T] of each place of the longer row, among all places of the rings and the tokens behind
+    queries: Any  # [n*R+T] the token that it is, any for a place of a ring
+    tokens: Any  # [T] the places of the tokens; like the two before it None where R=0
+    starts: Tensor  # [1,n*R+T] int32 where the document of each place begins
+    places: Tensor  # [n*(S+W)] of the tokens that the rings hold afterwards
+    reached: Tensor  # [n,S+W,1,1] the document reached them
     held: Tensor  # [n] its tokens then
 
 
-def _ends_of(cu: Tensor, T: int, held: Tensor, R: int, sizes: tuple[int, int]) -> _Ends:
-    """For sequences that begin at `cu` [n+1], whose rings of R places have seen `held` [n] tokens (R=0: none)."""
-    (sink, W), at, index = sizes, splice(cu, T, R), torch.arange(R, device=cu.device)
-    length = cu.long().diff()
-    real = held.clamp_max(R)[:, None]
-    own = index - (R - real)  # place among the real ones, below 0 for none
-    source = torch.where(own < real - held.clamp_max(W)[:, None], own, index).clamp_min(0)
-    begin = at.ends[:, None] - length[:, None] - real
-    # Places that hold nothing are documents of their own.
-    starts = torch.arange(T + at.held.numel(), device=cu.device)
-    starts[at.tokens] = begin[at.numbers, 0]
-    starts[at.held] = torch.where(own >= 0, begin, at.held)
-    recent = at.ends[:, None] - W + torch.arange(W, device=cu.device)
-    places = torch.cat([begin + torch.arange(sink, device=cu.device), recent], 1)
-    reached = (places >= begin) & (places < at.ends[:, None])
-    return _Ends(at, source, own < 0, starts.int()[None], places.clamp(0, len(starts) - 1), reached, held + length)
+def _ends_of(cu: Tensor, T: int, held: Tensor | None, sizes: tuple[int, int]) -> _Ends:
+    """For sequences that begin at `cu` [n+1], whose rings have seen `held` [n] tokens; None: there are no rings."""
+    (sink, W), n, device, cu, number = sizes, len(cu) - 1, cu.device, cu.long(), sequence_numbers(cu, T)
+    R, count, length = 0 if held is None else sink + W, torch.arange(n, device=device), cu.diff()
+    real = torch.zeros_like(length) if held is None else held.clamp_max(R)
+    ends = cu[1:] + (count + 1) * R
+    begin = ends - length - real
+    starts: Tensor = begin[number]
+    order = queries = tokens = None
+    if held is not None:
+        index = torch.arange(R, device=device)
+        own = index - (R - real)[:, None]  # place among the real ones, below 0 for none
+        # Of its real places, moved to the right, what only the sink holds, then the window.
+        source = torch.where(own < (real - held.clamp_max(W))[:, None], own, index) + count[:, None] * R
+        before = (cu[:-1] + count * R)[:, None] + index
+        tokens = torch.arange(T, device=device) + (number + 1) * R
+        order, starts, in_row = cu.new_empty(n * R + T), cu.new_empty(n * R + T), starts
+        # Places that hold nothing are documents of their own, of a token that there is.
+        order[before] = torch.where(own >= 0, source, n * R + cu[:-1, None].clamp_max(T - 1))
+        starts[before] = torch.where(own >= 0, begin[:, None], before)
+        order[tokens] = n * R + torch.arange(T, device=device)
+        starts[tokens] = in_row
+        queries = (order - n * R).clamp_min(0)
+    recent = ends[:, None] - W + torch.arange(W, device=device)
+    places = torch.cat([begin[:, None] + torch.arange(sink, device=device), recent], 1)
+    reached = ((places >= begin[:, None]) & (places < ends[:, None]))[:, :, None, None]
+    after = length if held is None else held + length
+    return _Ends(
+        order, queries, tokens, starts.int()[None], places.clamp(0, len(starts) - 1).flatten(), reached, after
+    )
 
 
 def _spliced(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, state: Ring | None, sizes: tuple[int, int], scale: float
 ) -> tuple[Tensor, Tensor, Ring]:
     """`_each` in one launch."""
-    (sink, W), T = sizes, q.shape[1]
-    R = 0 if state is None else sink + W
-
-    def made() -> _Ends:
-        held = cu.new_zeros(len(cu) - 1, dtype=torch.long) if state is None else state.held
-        return _ends_of(cu, T, held, R, sizes)
-
-    ends = once(cu, ("window", T, R, sizes), made)
+    (sink, W), T, n = sizes, q.shape[1], len(cu) - 1
+    held = None if state is None else state.held
+    ends = once(cu, ("window", T, state is None, sizes), lambda: _ends_of(cu, T, held, sizes))
     if state is not None:
-        source, none = ends.source[:, :, None, None], ends.none[:, :, None, None]
+        q = q.index_select(1, ends.queries)
         k, v = (
-            ends.at.join(ring.take_along_dim(source, 1).masked_fill(none, 0.0), y)
+            torch.cat([ring.flatten(0, 1).to(y.dtype), y[0]]).index_select(0, ends.order)[None]
             for ring, y in zip(state[:2], (k, v), strict=True)
         )
-        q = ends.at.join(q.new_zeros(len(cu) - 1, R, *q.shape[2:]), q)
     o, mass, _ = window_op(q, k, v, ends.starts, None, W, sink, scale)
-    if R:
-        o, mass = o[:, ends.at.tokens], mass[:, ends.at.tokens]
-    reached = ends.reached[:, :, None, None]
-    keys, values = (y[0, ends.places] * reached for y in (k, v))
+    if state is not None:
+        o, mass = o.index_select(1, ends.tokens), mass.index_select(1, ends.tokens)
+    keys, values = (y[0].index_select(0, ends.places).view(n, sink + W, *y.shape[2:]) * ends.reached for y in (k, v))
     return o, mass, Ring(keys, values, ends.held)
 
 
@@ -397,8 +404,11 @@ class _Spans(NamedTuple):
         """The state after k and v [B,T,..]."""
         if self.last is None:
             missing = [max(n - k.shape[1], 0) for n in (S, W)]
-            first, recent = (0, 0, 0, 0, 0, missing[0]), (0, 0, 0, 0, missing[1], 0)
-            keys, values = (torch.cat([F.pad(y[:, :S], first), F.pad(y[:, -W:], recent)], 1) for y in (k, v))
+            parts = [(y[:, :S], y[:, -W:]) for y in (k, v)]
+            if any(missing):
+                first, recent = (0, 0, 0, 0, 0, missing[0]), (0, 0, 0, 0, missing[1], 0)
+                parts = [(F.pad(one, first), F.pad(two, recent)) for one, two in parts]
+            keys, values = (torch.cat(both, 1) for both in parts)
         else:
             keys, values = (y.take_along_dim(self.last[:, :, None, None], 1) for y in (k, v))
         return Ring(keys, values, self.held)

@@ -28,12 +28,19 @@ class Prompts(NamedTuple):
     tokens: int
     rows: Tensor  # [S] int64
     starts: Tensor  # [S+1] int32, from 0
-    before: Tensor  # [S] tokens that came before
-    fresh: bool  # whether none came before any of them
+    begun: Tensor | None  # [S,1] which go on from earlier tokens; None: all do, or none
+    fresh: bool  # whether none does
+
+    def part(self, y: Tensor) -> Tensor:
+        """Their own tokens of y [1,tokens,..]."""
+        return y if y.shape[1] == self.tokens else y.narrow(1, self.first, self.tokens)
 
     def read(self, pool: Pool) -> Any:
         """The states that they go on from; None where there are none."""
-        return None if self.fresh else pool.layout.read(pool.memory, torch.where(self.before > 0, self.rows, -1))
+        if self.fresh:
+            return None
+        memory = pool.memory.index_select(0, self.rows)
+        return pool.layout.views(memory if self.begun is None else torch.where(self.begun, memory, 0))
 
 
 @dataclasses.dataclass
@@ -73,8 +80,9 @@ def prompts_of(
         tokens = sum(lengths[begin:end])
         own = (starts[begin : end + 1] - starts[begin]).int()
         own.memo = {}  # type: ignore[attr-defined]  # all layers of the step see these sequences (layout.py's `once`)
-        fresh = not any(n > 0 for n in seen[begin:end])
-        found.append(Prompts(first, tokens, rows[begin:end].long(), own, before[begin:end], fresh))
+        fresh, all_begun = (not any(seen[begin:end])), all(seen[begin:end])
+        begun = None if fresh or all_begun else before[begin:end, None] > 0
+        found.append(Prompts(first, tokens, rows[begin:end].long(), own, begun, fresh))
         first += tokens
     return found
 
@@ -88,19 +96,22 @@ def run(
     if n:
         steps = tuple(None if y is None else y[0, :n, None] for y in inputs)
         tokens = kind(rows=batch.rows, places=batch.places)
-        if hasattr(mixer, "core_into"):
-            mixer.core_into(tuple(out[0, :n, None] for out in outputs), steps, tokens, pool.state)
-        else:  # code of before 2026-11-29
-            made, _ = mixer.core(steps, tokens, pool.state)
-            for out, y in zip(outputs, made, strict=True):
-                out[0, :n].copy_(y[:, 0])
+        core_into(mixer, tuple(out[0, :n, None] for out in outputs), steps, tokens, pool.state)
     for one in batch.prompts:
-        own = slice(one.first, one.first + one.tokens)
-        given = tuple(None if y is None else y[:, own] for y in inputs)
-        made, state = mixer.core(given, kind(cu_seqlens=one.starts), one.read(pool))
+        given = tuple(None if y is None else one.part(y) for y in inputs)
+        into = tuple(map(one.part, outputs))
+        state = core_into(mixer, into, given, kind(cu_seqlens=one.starts), one.read(pool))
         store(pool.state, one.rows, state)
-        for out, y in zip(outputs, made, strict=True):
-            out[:, own].copy_(y)
+
+
+def core_into(mixer: Any, outputs: tuple[Tensor, ...], inputs: tuple[Any, ...], tokens: Any, state: Any) -> Any:
+    """`mixer.core_into`, which code of before 2026-11-29 does not have."""
+    if hasattr(mixer, "core_into"):
+        return mixer.core_into(outputs, inputs, tokens, state)
+    made, state = mixer.core(inputs, tokens, state)
+    for out, y in zip(outputs, made, strict=True):
+        out.copy_(y)
+    return state
 
 
 def rehearse(

@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     def view(self, pool: Tensor) -> Tensor:
         """This part of each row of a pool [N,bytes]: [N,*shape], in the same memory."""
-        return pool[:, self.start : self.start + self.bytes].view(self.dtype).unflatten(1, self.shape or (1,))
+        return pool.narrow(1, self.start, self.bytes).view(self.dtype).view(len(pool), *self.shape)
 
 
 class StateLayout:
@@ -60,7 +60,7 @@ class StateLayout:
         def tensor(like: Tensor) -> Tensor:
             if not like.numel():
                 return torch.empty(len(pool), *like.shape[1:], dtype=like.dtype, device=pool.device)
-            return next(parts).view(pool).view(len(pool), *like.shape[1:])
+            return next(parts).view(pool)
 
         return map_state(tensor, self.example)
 
@@ -89,7 +89,7 @@ def store(pool: Any, rows: Tensor, state: Any) -> None:
     """Write a state of n sequences into rows [n] of a pool that `StateLayout.views` made."""
     for view, tensor in zip(tensors_of(pool), tensors_of(state), strict=True):
         if view.numel():
-            view.index_copy_(0, rows, tensor.to(view.dtype).reshape(-1, *view.shape[1:]))
+            view.index_copy_(0, rows, tensor.to(view.dtype))
 
 
 def tensors_of(state: Any) -> Iterator[Tensor]:

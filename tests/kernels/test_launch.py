@@ -164,7 +164,7 @@ def main(case: str) -> None:
         capability = 100
 
         def codes() -> list[bool]:
-            return ["tcgen05" in kernel.asm["ptx"] for kernel in launch._launches.values()]
+            return ["tcgen05" in kernel.asm["ptx"] for kernel, _ in launch._launches.values()]
 
         launch.entry(three)(torch.randn(4096).half())
         three(torch.randn(4096).bfloat16())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gsa as published": ("gsa", {"faithful": True, "slots": 16}),
     "gsa, writes of ABC": ("gsa", {"decay": "none", "slots": 16}),
     "gsa read by swish": ("gsa", {"read": "swish", "slots": 16}),
+    "gsa read by swish, window": ("gsa", {"read": "swish", "slots": 16, "window": 5}),
     "gla": ("gla", {}),
     "gla, window": ("gla", {"window": 5, "sink": 2, "state_heads": "query"}),
     "gsa, window of several tiles": ("gsa", {"slots": 16, "window": 70, "sink": 9}),
@@ -176,6 +178,43 @@ def test_rows_of_a_pool_step_as_states_of_their_own(case: str, run: str) -> None
     # What no row names stays as it was, bit by bit; most of it is NaN.
     others = [row for row in range(ROWS) if row not in NAMED]
     assert torch.equal(pool[others], untouched[others])
+
+
+@torch.no_grad()
+def prompts(case: str, seen: bool) -> tuple[float, float, int]:
+    """How far prompts laid end to end are from single ones where a server gives room for results: outputs and states;
+    and how many results were copied."""
+    mixer, lengths = mixer_of(case), (3, 9, 5)
+    starts, state = torch.tensor([0, 3, 12, 17], dtype=torch.int32), None
+    torch.manual_seed(1)
+    held = [mixer(*inputs(1, n), TokenLayout())[1] if seen else None for n in (2, 7, 30)]
+    if seen:
+        layout, memory = pool_of(dict(enumerate(held)))
+        state = layout.read(memory, torch.arange(3))
+    given = inputs(1, 17)
+    parts, beside = mixer.prepare(*given, TokenLayout(plain=True))
+    own = mixer.empty_outputs(parts, given[2])
+    copies, copy = [], Tensor.copy_
+    with mock.patch.object(Tensor, "copy_", lambda *y: copies.append(1) or copy(*y)):
+        after = mixer.core_into(own, parts, TokenLayout(cu_seqlens=starts), state)
+    o, alone = mixer.complete(own, beside, TokenLayout(plain=True)), []
+    for one, before_it in zip(zip(*(y.split(lengths, 1) for y in given), strict=True), held, strict=True):
+        alone.append(mixer(*one, TokenLayout(), before_it))
+    wanted = [torch.cat(y) for y in zip(*(tensors_of(after) for _, after in alone), strict=True)]
+    pairs = zip(tensors_of(after), wanted, strict=True)
+    return (
+        relative_error(o, torch.cat([y for y, _ in alone], 1)),
+        max(relative_error(ours, theirs) for ours, theirs in pairs if ours.numel()),
+        len(copies),
+    )
+
+
+@pytest.mark.parametrize(("case", "copied"), [("gla, window", 0), ("gsa read by swish, window", 1)])
+@pytest.mark.parametrize("seen", [False, True])
+def test_prompts_are_written_where_a_server_wants_them(case: str, copied: int, seen: bool) -> None:
+    """Rows with a ring before them are longer, and their two results are copied."""
+    of_outputs, of_states, copies = interpreted(prompts, case, seen)
+    assert (of_outputs < 2e-5, of_states < 2e-5, copies) == (True, True, copied + 2 * seen)
 
 
 @pytest.mark.parametrize("run", ["PyTorch", "kernels"])
