@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .states import Call, Pool, StateLayout, store
+from .states import Pool, StateLayout, store
 
 # A prompt of so many tokens fills a GPU by itself; as the only sequence of a call it has the choice of all kernels.
 LONG = 1024
@@ -55,8 +55,6 @@ class Batch:
     fresh: Tensor | None = None
     # Tokens of each sequence, those of the step among them, [sequences].
     lengths: Tensor | None = None
-    # All tokens instead, for the code of earlier checkpoints, which takes no prompts laid end to end.
-    calls: list[Call] | None = None
 
 
 def grouped(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -96,22 +94,12 @@ def run(
     if n:
         steps = tuple(None if y is None else y[0, :n, None] for y in inputs)
         tokens = kind(rows=batch.rows, places=batch.places)
-        core_into(mixer, tuple(out[0, :n, None] for out in outputs), steps, tokens, pool.state)
+        mixer.core_into(tuple(out[0, :n, None] for out in outputs), steps, tokens, pool.state)
     for one in batch.prompts:
         given = tuple(None if y is None else one.part(y) for y in inputs)
         into = tuple(map(one.part, outputs))
-        state = core_into(mixer, into, given, kind(cu_seqlens=one.starts), one.read(pool))
+        state = mixer.core_into(into, given, kind(cu_seqlens=one.starts), one.read(pool))
         store(pool.state, one.rows, state)
-
-
-def core_into(mixer: Any, outputs: tuple[Tensor, ...], inputs: tuple[Any, ...], tokens: Any, state: Any) -> Any:
-    """`mixer.core_into`, which code of before 2026-11-29 does not have."""
-    if hasattr(mixer, "core_into"):
-        return mixer.core_into(outputs, inputs, tokens, state)
-    made, state = mixer.core(inputs, tokens, state)
-    for out, y in zip(outputs, made, strict=True):
-        out.copy_(y)
-    return state
 
 
 def rehearse(

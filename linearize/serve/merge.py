@@ -65,7 +65,7 @@ def adds_wide(part: nn.Module) -> bool:
 def of_hidden(mixer: Any) -> list[tuple[nn.Module, str, nn.Linear]]:
     """The Linear layers that `project` applies to hidden states themselves, with their parents: found by a token."""
     site = mixer.site
-    kept = {*getattr(mixer, "fp32_names", list)()}  # code of before 2026-11-28 keeps none in float32
+    kept = {*mixer.fp32_names()}
     parameters = (parameter for name, parameter in mixer.named_parameters() if name not in kept)
     some = next(parameters, torch.empty(0))
 

@@ -8,19 +8,15 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linearize_kernels.hf.cache import map_state
-from linearize_kernels.layers.pool import take
 
 # Every tensor of a state begins at a multiple of this many bytes, so that a row can be viewed in its dtype.
 ALIGNMENT = 16
-# Sequences of different length share a call while filling them up costs at most as many tokens as there are.
-PADDED = 2
 
 
 class Part(NamedTuple):
@@ -64,14 +60,6 @@ class StateLayout:
 
         return map_state(tensor, self.example)
 
-    def read(self, pool: Tensor, rows: Tensor) -> Any:
-        """The states of rows [n] of a pool, as a mixer takes them; a copy. Of a row below 0 it is that of no token."""
-        return self.views(take(pool, rows))
-
-    def write(self, pool: Tensor, rows: Tensor, state: Any) -> None:
-        """Store a state of n sequences in rows [n] of a pool."""
-        store(self.views(pool), rows, state)
-
 
 class Pool(NamedTuple):
     """Rows of states in one block of memory [N,bytes], and the same memory as a mixer's state."""
@@ -111,18 +99,10 @@ def layout_class(mixer: Any) -> Any:
     return importlib.import_module(f"{code_of(type(mixer))}.layout").TokenLayout
 
 
-def rotation_class(mixer: Any) -> Any:
-    """Rotation in a mixer's own copy of the kernels."""
-    code = code_of(type(mixer))
-    found = importlib.import_module(f"{code}.layers.rotary" if code == "linearize_kernels" else f"{code}.rotary")
-    return found.Rotation
-
-
 def softmax_of(mixer: Any) -> Any:
     """Take from a mixer the heads that keep softmax (softmax_heads.py's SoftmaxHeads), None where none does. It is then
     called with the other heads alone, and the server computes these, with memory of its own for their keys."""
-    heads = getattr(mixer, "softmax", None)  # code of 0.1.0 knows none
-    mixer.softmax = None
+    heads, mixer.softmax = mixer.softmax, None
     return heads
 
 
@@ -154,8 +134,7 @@ def state_layouts(mechanisms: dict[str, Any], spec: dict[str, Any], dtype: torch
             code = importlib.import_module(f"{code_of(kind)}.mixer")
             place, options = code.AttentionSite.from_dict(site), layer["options"]
             with torch.device("cpu"):
-                # Code of 0.1.0 has no mixer_at.
-                mixer = code.mixer_at(kind, place, options) if site.get("softmax_groups") else kind(place, **options)
+                mixer = code.mixer_at(kind, place, options)
                 softmax_of(mixer)
                 known[key] = StateLayout(example_state(mixer.to(dtype), dtype))
         layouts[layer["site"]["layer"]] = known[key]
@@ -183,81 +162,3 @@ def shared_memory(layouts: dict[int, StateLayout], kept: int) -> tuple[dict[int,
         places[number] = Place(owners[i % count], used[i % count])
         used[i % count] += layout.bytes
     return places, max(used)
-
-
-# ---------------------------------------------------------------- which tokens share a call
-
-
-class Call(NamedTuple):
-    """Sequences that one call of a mixer serves; they are all `fresh` (without a state), or none is."""
-
-    tokens: Tensor  # [n,L] int64 places in the batch; those behind the end of a sequence are its last
-    padding: Tensor | None  # [n,L] bool, True at real tokens; None: all are
-    real: Tensor | None  # [m] int64 the real ones among the n*L; None: all are
-    rows: Tensor  # [n] int64 of the pool
-    fresh: bool
-
-
-def calls_of(starts: list[int], seen: list[int], rows: Tensor) -> list[Call]:
-    """How a batch becomes calls: sequence i has the tokens from `starts[i]` to `starts[i+1]`, and had `seen[i]` before.
-
-    `rows` [n] are the rows of their states, on the device of the batch. Sequences that go on by one token are one call.
-    Longer ones share calls by length, filled up on the right.
-    """
-    lengths = [end - start for start, end in pairwise(starts)]
-    order = [i for i, length in enumerate(lengths) if length > 0]
-    order.sort(key=lambda i: (seen[i] > 0, lengths[i]))
-    groups: list[list[int]] = []
-    kind, real = (False, False), 0
-    for i in order:
-        own = (seen[i] > 0, lengths[i] > 1)  # with a state or without, one token or several
-        if groups and own == kind and (len(groups[-1]) + 1) * lengths[i] <= PADDED * (real + lengths[i]):
-            groups[-1].append(i)
-            real += lengths[i]
-        else:
-            groups.append([i])
-            kind, real = own, lengths[i]
-    return [_call(group, starts, lengths, seen[group[0]] == 0, rows) for group in groups]
-
-
-def _call(group: list[int], starts: list[int], lengths: list[int], fresh: bool, rows: Tensor) -> Call:
-    own = torch.tensor([lengths[i] for i in group])
-    places = torch.arange(int(own.max()))
-    first = torch.tensor([starts[i] for i in group])
-    tokens = first[:, None] + places.minimum(own[:, None] - 1)
-    padding, real, device = None, None, rows.device
-    if bool((own != own[0]).any()):
-        padding = places < own[:, None]
-        real = padding.flatten().nonzero()[:, 0].to(device)
-        padding = padding.to(device)
-    return Call(tokens.to(device), padding, real, rows[torch.tensor(group, device=device)].long(), fresh)
-
-
-def run_call(
-    mixer: Any,
-    layout: StateLayout,
-    pool: Tensor,
-    call: Call,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    rotation: Any,
-    out: Tensor,
-) -> None:
-    """One call of a mixer on a batch of tokens: changes the states in `pool`, writes o into `out` [T,H,Dv].
-
-    `inputs` are q [T,H,D], k [T,Hkv,D], v [T,Hkv,Dv] and hidden states [T,hidden]; `rotation`, cos and sin [1,T,R/2],
-    is for mixers that rotate q and k themselves, else None.
-    """
-    q, k, v, x = (tensor[call.tokens] for tensor in inputs)
-    tokens = layout_class(mixer)(padding=call.padding)
-    if rotation is not None:
-        tokens = tokens._replace(rotation=type(rotation)(*(part[0, call.tokens] for part in rotation)))
-    # Code of checkpoints from before 2026-11-23 knows no rows.
-    if not call.fresh and q.shape[1] == 1 and "rows" in tokens._fields:
-        o, _ = mixer(q, k, v, x, tokens._replace(rows=call.rows), layout.views(pool))
-    else:
-        o, state = mixer(q, k, v, x, tokens, None if call.fresh else layout.read(pool, call.rows))
-        layout.write(pool, call.rows, state)
-    o, places = o.flatten(0, 1), call.tokens.flatten()
-    if call.real is not None:
-        o, places = o[call.real], places[call.real]
-    out[places] = o.to(out.dtype)

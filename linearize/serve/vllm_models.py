@@ -53,11 +53,8 @@ from .states import (
     Place,
     Pool,
     StateLayout,
-    calls_of,
     code_of,
     layout_class,
-    rotation_class,
-    run_call,
     shared_memory,
     softmax_of,
     state_layouts,
@@ -90,9 +87,6 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
         # A bound from above that is exact for prompts; it saves waiting for the GPU.
         total = m.seq_lens.cpu() if m.seq_lens_cpu_upper_bound is None else m.seq_lens_cpu_upper_bound
         seen = total[: len(lengths)] - lengths
-        if self.layers[0].earlier:
-            calls = calls_of(starts.tolist(), seen.tolist(), rows)
-            return Batch(self.rows[:0], self.places[:0], calls=calls)
         n, _, first, _ = split_decodes_and_prefills(m, decode_threshold=1)
         made = Batch(self.decode_rows(rows[:n]), self.places[:n], lengths=m.seq_lens)
         made.places[:, 0].copy_(m.seq_lens[:n] - 1)
@@ -252,7 +246,6 @@ class StateAttention(nn.Module, MambaBase):
         self.maps: tuple[Tensor, Tensor | None] | None = None
         self.made: Tensor | None = None
         self.tokens = layout_class(module.mixer)
-        self.earlier = not hasattr(module.mixer, "core")
         get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
         module.register_forward_pre_hook(self.before, with_kwargs=True)
 
@@ -272,7 +265,7 @@ class StateAttention(nn.Module, MambaBase):
         if not self.divided:
             module.mixer = shard(module.mixer, self.options, get_tensor_model_parallel_rank(), self.processes)
             self.divided = True
-        if self.maps is None and not self.earlier:
+        if self.maps is None:
             self.maps = merged(self, module.mixer)
         if self.owner is not self:
             return None
@@ -320,16 +313,11 @@ class StateAttention(nn.Module, MambaBase):
     def mixed(self, mixer: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, rotation: Any) -> Tensor:
         """o [1,T,H,Dv] in v's dtype, by what vLLM compiles and the operator between."""
         name = _encode_layer_name(self.prefix)
-        if self.earlier:
-            out = v.new_zeros(*v.shape[:2], mixer.site.heads, v.shape[-1])
-            operator([q, k, v, x, *(rotation or ())], [out], name)
-            return out
         if self.maps is not None:
             self.made = F.linear(x, *self.maps)
         layout = self.tokens(rotation=rotation, plain=True)
         inputs, beside = mixer.prepare(q, k, v, x, layout)
-        # Code of 2026-11-28 calls it `room`.
-        outputs = (mixer.empty_outputs if hasattr(mixer, "empty_outputs") else mixer.room)(inputs, v)
+        outputs = mixer.empty_outputs(inputs, v)
         operator([*inputs], [*outputs], name)
         o = mixer.complete(outputs, beside, layout).to(v.dtype)
         self.made = None
@@ -340,7 +328,7 @@ class StateAttention(nn.Module, MambaBase):
         mixer = self.__dict__["module"].mixer
         shapes = [None if y is None else (y.shape[2:], y.dtype, y.stride()[2:]) for y in inputs]
         alike = repr((type(mixer), sorted(self.options.items()), shapes))
-        if self.earlier or inputs[0] is None or not inputs[0].is_cuda or alike in REHEARSED:
+        if inputs[0] is None or not inputs[0].is_cuda or alike in REHEARSED:
             return
         REHEARSED.add(alike)
         rehearse(mixer, self.tokens, self.layout, inputs, outputs)
@@ -350,14 +338,7 @@ class StateAttention(nn.Module, MambaBase):
         mixer, memory = self.__dict__["module"].mixer, self.owner.kv_cache[0]
         if self.bound[0] is not memory:
             self.bound = memory, Pool.of(self.layout, memory[:, self.begin : self.begin + self.layout.bytes])
-        pool = self.bound[1]
-        if not self.earlier:
-            run(mixer, self.tokens, pool, batch, inputs, outputs)
-            return
-        q, k, v, x, *turned = (y[0] for y in inputs if y is not None)
-        rotation = rotation_class(mixer)(*(y[None] for y in turned)) if turned else None
-        for call in batch.calls or ():
-            run_call(mixer, self.layout, pool.memory, call, (q, k, v, x), rotation, outputs[0][0])
+        run(mixer, self.tokens, self.bound[1], batch, inputs, outputs)
 
 
 class ClearedAttention(Attention):
@@ -506,7 +487,7 @@ class Linearized:
         names where transformers takes patterns."""
         super().keep_in_fp32(module)  # type: ignore[misc]
         for part in module.modules():
-            keep: Any = getattr(part, "keep_in_fp32", None)  # code of before 2026-11-28 keeps none
+            keep: Any = getattr(part, "keep_in_fp32", None)
             if keep is not None:
                 keep()
 

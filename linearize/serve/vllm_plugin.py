@@ -43,10 +43,7 @@ FEWER = (
     "At most %d sequences at a time, not %d: so many states fill this GPU's memory. --kv-cache-memory-bytes or "
     "--gpu-memory-utilization give them more"
 )
-EARLIER = (
-    "The code in this folder is of an earlier version of linearize, whose layers vLLM can neither compile nor record "
-    "as CUDA graphs. Bring it up to date with `linearize upgrade DIR`"
-)
+EARLIER = "the code of an earlier version of linearize. Bring it up to date: linearize upgrade DIR"
 
 
 def register() -> None:
@@ -129,19 +126,16 @@ class Settings:
         """
         from vllm.model_executor.models.config import MambaModelConfig
 
-        reasons = refusals(vllm_config)
+        earlier = not all(hasattr(kind, "core_into") for kind in class_of(vllm_config).mechanisms.values())
+        reasons = [EARLIER] * earlier + refusals(vllm_config)
         if reasons:
             raise ValueError("vLLM does not serve this converted model with " + "; ".join(reasons))
         if not caches_prefixes(vllm_config):
             vllm_config.cache_config.enable_prefix_caching = False
-        earlier = not all(hasattr(kind, "core") for kind in class_of(vllm_config).mechanisms.values())
         # A sliding window that every layer of the source has. vLLM looks for one where no layer is of another kind.
         own = getattr(vllm_config.model_config.hf_config, "source_layer_types", None) or ()
         if all(kind == "sliding_attention" for kind in own):
             vllm_config.cache_config.sliding_window = vllm_config.model_config.get_sliding_window()
-        if earlier:
-            logging.getLogger("vllm.linearize").warning(EARLIER)
-            vllm_config.model_config.enforce_eager = True
         MambaModelConfig.verify_and_update_config(vllm_config)
         scheduler, most = vllm_config.scheduler_config, most_sequences(vllm_config)
         if most is not None and most < scheduler.max_num_seqs:

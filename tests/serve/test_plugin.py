@@ -156,6 +156,15 @@ def test_an_engine_that_asks_for_more_is_told_why_not(asked: dict[str, Any], rea
     assert found.startswith(f"{reason}: ")
 
 
+def test_code_of_an_earlier_version_is_to_be_upgraded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mixers know no operator around their states, so vLLM could not compile them."""
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.config", SimpleNamespace(MambaModelConfig=None))
+    earlier = SimpleNamespace(mechanisms={"gla": object})
+    monkeypatch.setattr(vllm_plugin, "class_of", lambda asked: earlier)
+    with pytest.raises(ValueError, match="linearize upgrade DIR"):
+        vllm_plugin.Settings.verify_and_update_config(engine())
+
+
 @pytest.mark.parametrize(("mechanism", "why"), [("gla", None), ("sla", "its heads are computed from each other")])
 def test_tensor_parallelism_is_refused_where_heads_do_not_divide(
     monkeypatch: pytest.MonkeyPatch, mechanism: str, why: str | None

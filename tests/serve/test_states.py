@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections import namedtuple
 from typing import Any
 
-import pytest
 import torch
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE
 from torch import Tensor
 
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize.serve.states import (
     ALIGNMENT,
-    PADDED,
-    Call,
     StateLayout,
-    calls_of,
     example_state,
-    run_call,
     shared_memory,
     state_layouts,
+    store,
 )
 from linearize_kernels.layers.rotary import Rotation
 from linearize_kernels.layout import TokenLayout
@@ -59,47 +54,6 @@ def rotation_by(angles: Tensor) -> Rotation:
     return Rotation(angles.cos()[None], angles.sin()[None])
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
-@torch.no_grad()
-def test_ragged_batches_equal_single_sequences(name: str, options: dict[str, Any]) -> None:
-    mixer, chance = make(name, options), random.Random(5)
-    layout = StateLayout(example_state(mixer, torch.float64))
-    lengths = [1, 2, 9, 30, 30, 5, 1, 17]
-    sequences = [tokens(T) for T in lengths]
-    # Which mechanisms rotate q and k themselves; the others are given none.
-    angles = torch.randn(max(lengths), SITE.key_dim // 2, dtype=torch.float64) if mixer.drop_rope else None
-
-    def whole(sequence: list[Tensor]) -> Tensor:
-        places = None if angles is None else rotation_by(angles[: len(sequence[0])])
-        return mixer(*(y[None] for y in sequence), TokenLayout(rotation=places))[0][0]
-
-    expected = [whole(sequence) for sequence in sequences]
-    pool, rows = nan_pool(len(lengths) + 3, layout), torch.randperm(len(lengths) + 3)[: len(lengths)]
-    untouched = sorted({*range(len(pool))} - {*rows.tolist()})
-    got: list[list[Tensor]] = [[] for _ in lengths]
-    done = [0] * len(lengths)
-    while any(len(sequences[i][0]) > done[i] for i in range(len(lengths))):
-        batch = [i for i, length in enumerate(lengths) if done[i] < length and chance.random() < 0.7]
-        chance.shuffle(batch)
-        sizes = [min(chance.choice((1, 1, 4, 13)), lengths[i] - done[i]) for i in batch]
-        if not batch:
-            continue
-        parts = [[y[done[i] : done[i] + n] for y in sequences[i]] for i, n in zip(batch, sizes, strict=True)]
-        q, k, v, x = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-        starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-        out = torch.full((len(q), SITE.heads, SITE.value_dim), torch.nan, dtype=torch.float64)
-        places = [torch.arange(done[i], done[i] + n) for i, n in zip(batch, sizes, strict=True)]
-        rotation = None if angles is None else rotation_by(angles[torch.cat(places)])
-        for call in calls_of(starts, [done[i] for i in batch], rows[batch]):
-            run_call(mixer, layout, pool, call, (q, k, v, x), rotation, out)
-        for i, start, n in zip(batch, starts, sizes, strict=False):
-            got[i].append(out[start : start + n])
-            done[i] += n
-    for ours, reference in zip(got, expected, strict=True):
-        assert relative_error(torch.cat(ours), reference) <= LIMIT
-    assert bool((pool[untouched] == 255).all())
-
-
 def test_a_state_is_read_back_as_it_was_written() -> None:
     mixer = make("gdn", {"taps": 4, "window": 4, "sink": 1})
     layout = StateLayout(example_state(mixer, torch.float64))
@@ -107,8 +61,8 @@ def test_a_state_is_read_back_as_it_was_written() -> None:
     assert layout.bytes % ALIGNMENT == 0
     _, state = mixer(*(torch.stack([y, y + 1, y * 2]) for y in tokens(7)), TokenLayout())
     pool, rows = nan_pool(6, layout), torch.tensor([4, 0, 3])
-    layout.write(pool, rows, state)
-    read = layout.read(pool, rows)
+    store(layout.views(pool), rows, state)
+    read = layout.views(pool[rows])
     assert type(read) is type(state)
     assert torch.equal(read.near.held, state.near.held)
     assert torch.equal(read.near.keys, state.near.keys)
@@ -123,37 +77,8 @@ def test_tensors_without_elements_take_no_room_and_come_back() -> None:
     layout = StateLayout(state)
     assert empty
     assert len(layout.parts) == len(state) - len(empty)
-    read = layout.read(nan_pool(3, layout), torch.tensor([2, 0]))
-    assert [part.shape[0] for part in read] == [2] * len(state)
-
-
-def described(calls: list[Call]) -> list[tuple[list[int], list[int], bool]]:
-    """Rows, lengths and `fresh` of each call."""
-    sizes = [
-        [call.tokens.shape[1]] * len(call.rows) if call.padding is None else call.padding.sum(1).tolist()
-        for call in calls
-    ]
-    return [(call.rows.tolist(), size, call.fresh) for call, size in zip(calls, sizes, strict=True)]
-
-
-def test_sequences_that_go_on_by_one_token_are_one_call() -> None:
-    rows = torch.arange(10, 16)
-    calls = calls_of([0, 1, 2, 4, 5, 5, 8], [3, 4, 9, 0, 7, 0], rows)
-    assert described(calls) == [([13], [1], True), ([15], [3], True), ([10, 11], [1, 1], False), ([12], [2], False)]
-
-
-def test_filling_up_at_most_doubles_the_tokens() -> None:
-    chance = random.Random(1)
-    lengths = [chance.choice((1, 2, 3, 50, 900)) for _ in range(40)]
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    calls = calls_of(starts, [0] * 40, torch.arange(40))
-    assert sorted(row for call in calls for row in call.rows.tolist()) == [*range(40)]
-    for call in calls:
-        real = call.tokens.numel() if call.padding is None else int(call.padding.sum())
-        assert call.tokens.numel() <= PADDED * real
-    assert len(calls) <= 5
-    places = torch.cat([call.tokens.flatten() if call.padding is None else call.tokens[call.padding] for call in calls])
-    assert places.sort().values.tolist() == [*range(sum(lengths))]
+    read = layout.views(nan_pool(3, layout))
+    assert [part.shape[0] for part in read] == [3] * len(state)
 
 
 def test_equal_layers_share_a_layout_and_others_have_their_own() -> None:
