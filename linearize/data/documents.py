@@ -228,6 +228,8 @@ def _text(where: str, fields: Mapping[str, Any], source: TextSource, sft: bool) 
 
 def _conversation(where: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a row; its prompt and its completion are two."""
+    if fields.get("tools"):
+        raise LinearizeError(f"{where}: 'tools' are not handed to the chat template. Take such rows out, or the key")
     if fields.get("messages") is not None:
         return _messages(where, fields["messages"])
     prompt, completion = _string(where, fields, "prompt"), _string(where, fields, "completion")
@@ -248,6 +250,8 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
     ]
     if not strings or not all(strings):
         raise LinearizeError(f"{where}: `messages` is not a list of {{role: string, content: string}}")
+    if any(message.get("weight") not in (None, 1) for message in messages):
+        raise LinearizeError(f"{where}: a message has a 'weight', and all that the assistant writes is learned alike")
     return list(messages)
 
 

@@ -198,6 +198,24 @@ def test_rows_are_read_as_the_stage_reads_them(root: Path, tmp_path: Path) -> No
             check_text(make_recipe(tmp_path, linear, recipe_stage, data=data))
 
 
+@pytest.mark.parametrize(
+    ("row", "message", "word"), [({"tools": [{}]}, {}, "'tools'"), ({}, {"weight": 0}, "'weight'")]
+)
+def test_what_a_conversation_says_and_nobody_heeds_is_refused(
+    root: Path, tmp_path: Path, row: dict[str, Any], message: dict[str, Any], word: str
+) -> None:
+    for name, rows, messages in (("said", row, message), ("plain", {"tools": None}, {"weight": 1})):
+        chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **messages}]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat, **rows}))
+    recipes = (
+        make_recipe(tmp_path, base(root, "llama"), stage("sft"), data=text)
+        for text in ({"train": {"files": ["plain.jsonl"]}}, {"train": {"files": ["said.jsonl"]}})
+    )
+    check_text(next(recipes))
+    with pytest.raises(LinearizeError, match=rf"said.jsonl:1: .*{word}"):
+        check_text(next(recipes))
+
+
 def test_conversations_without_an_answer_are_refused_before_the_conversion(root: Path, tmp_path: Path) -> None:
     """As prompts of the teacher they are what is asked for, and among others they are passed over."""
     for name, role in (("asked", "user"), ("large", "Assistant"), ("small", "assistant")):
