@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     first, every = map(int, options.only.split("/"))
     chosen = gsa_config.choose
-    # Query and key heads.
+    # Query and KV heads.
     heads = (32, 32) if options.memories == "query" else (16, 4)
     for change in (SWEEPS if options.memories == "query" else CANDIDATES)[first::every]:
         gsa_config.choose = lambda *sizes, change=change: chosen(*sizes)._replace(**change)

@@ -56,7 +56,7 @@ class AttentionSite:
     # Attributes of the module that make it compute fewer keys than queries, and whether it shall (`keep`, `drop`).
     reduction: tuple[str, ...] = ()
     sr: str = "keep"
-    # Key heads whose query heads keep softmax (layers/softmax_heads.py); `heads` and `kv_heads` count them, too.
+    # KV heads whose query heads keep softmax (layers/softmax_heads.py); `heads` and `kv_heads` count them, too.
     softmax_groups: tuple[int, ...] = ()
 
     @classmethod
@@ -131,7 +131,7 @@ class Mixer(nn.Module):
         "rope": "rotate q and k as the softmax model does",
         "feature_map": "function of q and k that makes their products positive",
         "value_act": "function of v",
-        "state_heads": "one memory for each key head, or for each query head",
+        "state_heads": "one memory for each KV head, or for each query head",
         "norm": "RMS norm of each head's output",
         "dwc": "size of the convolution on v (0: none)",
         "output_gate": "multiply the output by swish(W x)",
@@ -166,7 +166,7 @@ class Mixer(nn.Module):
         window: Annotated[int, Bounds(0, 65536)] = 0,
         sink: Annotated[int, Bounds(0, 1024)] = 0,
     ) -> None:
-        """Window and sink add (sink + window) * key heads * (D + Dv) numbers in the model's dtype, and 8 bytes, to the
+        """Window and sink add (sink + window) * KV heads * (D + Dv) numbers in the model's dtype, and 8 bytes, to the
         state.
 
         Raises ValueError for a window where attention is bidirectional and tokens lie on no line, or rope is off, and
@@ -552,7 +552,7 @@ def mixer_at(kind: type[Mixer], site: AttentionSite, options: dict[str, Any]) ->
     if not site.causal:
         raise ValueError("this attention is bidirectional; heads keep softmax where it looks back only")
     if not {*groups} < {*range(site.kv_heads)}:
-        raise ValueError(f"softmax in key heads {[*groups]} of {site.kv_heads}: they must exist, and leave others")
+        raise ValueError(f"softmax in KV heads {[*groups]} of {site.kv_heads}: they must exist, and leave others")
     if options.get("rope") == "auto":
         options = options | {"rope": "before"}  # softmax needs q and k as the softmax model has them
     mixer: Mixer = kind(site.linear_part(), **options)

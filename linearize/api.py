@@ -68,7 +68,7 @@ def plan(
         revision: Branch, tag or commit of a model on the Hub.
         trust_remote_code: Allow Python code that the model ships to run.
         restore: Layers of a model that is converted already that get softmax back.
-        keep_heads: Heads of linear layers that keep softmax, by layer and key head: `3:0,1;7:2`, or `auto:2%` to let
+        keep_heads: Heads of linear layers that keep softmax, by layer and KV head: `3:0,1;7:2`, or `auto:2%` to let
             linearize choose.
         kept_window: How many last tokens, with the first four, softmax sees in kept layers; None: all. `4096@1,3`:
             in these layers alone. `auto:4096`: where it is measured that this changes predictions little.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Heads(NamedTuple):
-    """Query heads, key heads and channels of an attention module."""
+    """Query heads, KV heads and channels of an attention module."""
 
     H: int
     Hkv: int

@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(source: Path) -> Path:
-    """A model of four layers, of which two have a key head of two that keeps softmax; verified in a clean process."""
+    """A model of four layers, of which two have a KV head of two that keeps softmax; verified in a clean process."""
     return convert_folder(source, source.parent / "heads", level="full", keep_heads=HEADS)
 
 

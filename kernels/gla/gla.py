@@ -150,7 +150,7 @@ class GatedLinearAttention(Recurrent, Mixer):
     title = "Gated linear attention"
     paper = "arXiv 2312.06635"
     state_formula = (
-        "4 E F Dv: E memories (key heads, or query heads), value dim Dv, F features (2 D for hedgehog, else D)"
+        "4 E F Dv: E memories (KV heads, or query heads), value dim Dv, F features (2 D for hedgehog, else D)"
     )
     about = {
         "half_life_min": "shortest half-life of the memory at the start, in tokens; without a window finetune fits it to "

@@ -214,7 +214,7 @@ def backward(call: Call, do: Tensor, dS1: Tensor | None) -> tuple[Tensor | None,
     last = None if dS1 is None else dS1.float().contiguous()
     dS = scan(x, x.q, do, x.read, b, last, dS0, x.scale, True)
 
-    # Gate heads that share a key head each make their own part of its gradient; the sum is below.
+    # Gate heads that share a KV head each make their own part of its gradient; the sum is below.
     dtype, how = torch.float32 if x.share > 1 else x.k.dtype, x.config.mix
     dk, dv = x.new(x.B, x.T, x.E, x.D, dtype=dtype), x.new(x.B, x.T, x.E, x.DV, dtype=dtype)
     x.launch(

@@ -186,7 +186,7 @@ class GatedSlotAttention(Mixer):
     paper = "arXiv 2409.07146"
     pools = True
     state_formula = (
-        "4 E M (D + Dv) + 8: E memories (key heads, or query heads) of M slots, key and value dims D, Dv; 4 E M more with"
+        "4 E M (D + Dv) + 8: E memories (KV heads, or query heads) of M slots, key and value dims D, Dv; 4 E M more with"
         " decay=none"
     )
     about = {

@@ -101,14 +101,14 @@ class GSAProblem(Problem):
         return self.new(count, self.E, self.M, self.D), self.new(count, self.E, self.M, self.DV)
 
     def key_gradients(self, summands: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Room for dk and dv. Gate heads that share a key head each make their own part, of dtype `summands`, summed by
+        """Room for dk and dv. Gate heads that share a KV head each make their own part, of dtype `summands`, summed by
         `per_key_head`."""
         dtype = summands if self.k.shape[2] < self.E else self.k.dtype
         dk = self.new(self.B, self.T, self.E, self.D, dtype=dtype)
         return dk, self.new(self.B, self.T, self.E, self.DV, dtype=dtype)
 
     def per_key_head(self, dy: Tensor) -> Tensor:
-        """dy [B,T,E,D] summed over the gate heads of each key head, in k's dtype."""
+        """dy [B,T,E,D] summed over the gate heads of each KV head, in k's dtype."""
         shared = self.k.shape[2] < self.E
         return dy.unflatten(2, (self.k.shape[2], -1)).sum(3).to(self.k.dtype) if shared else dy
 

@@ -25,7 +25,7 @@ so every operand of a product is loaded as it is, or is a memory. A chunk in whi
 2^-RANGE is walked in steps of fewer tokens, a power of two, each with d and W of its own: the same code.
 
 Beside bf16 inputs W, p~, dl~, the products inside a chunk and memories are rounded to bf16 once, as flash attention
-rounds its weights, and so are dk and dv of the query heads that share a key head. dg is a sum over all later tokens of
+rounds its weights, and so are dk and dv of the query heads that share a KV head. dg is a sum over all later tokens of
 what nearly cancels: read from queries, less written by keys. So db and s ds take the factors as rounded, and what `read`
 and `gates` read from a memory they read from two parts of it. (From one part, dg had errors of 1.7e-3 to 3.2e-3 of its
 norm in place of 2.5e-4 to 1.1e-3.) But e^g ds = e^{g-d} ds~ takes g itself.
@@ -38,7 +38,7 @@ back from it.
 b and d are kept in units of log 2. Letters as in gsa.py, with H = E. w~ is p~ for the value memory and dl~ for the key
 memory; x, y are do, v or q, k. N: chunks of a row of one document; P: pieces of a row; L: chunks of a piece, beside
 documents those that begin within L * C tokens; SPLIT: programs that share a memory, each with BX slots or columns;
-SHARE: gate heads of a key head.
+SHARE: gate heads of a KV head.
 """
 
 # mypy: disallow-untyped-defs=False

@@ -328,7 +328,7 @@ def attach(
         mixer.switch = switch or getattr(module, "config", model.config)
         mixer.attention_function, mixer.position_hooks, mixer.prefix = mixer_attention, position_hooks, prefix_for(spec)
         options = ", ".join(f"{name}={value}" for name, value in sorted(layer["options"].items()))
-        exact = f", softmax in key heads {[*site.softmax_groups]}" if site.softmax_groups else ""
+        exact = f", softmax in KV heads {[*site.softmax_groups]}" if site.softmax_groups else ""
         mixer.kind = f"{layer['mechanism']}({options}){exact}"
         mixer.arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         mixer.reductions = {name: getattr(module, name) for name in site.reduction if site.sr == "drop"}

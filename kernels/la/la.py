@@ -2,7 +2,7 @@
 
     o_t = sum_{i<=t} f(q_t.k_i) v_i / g_t        g_t = sum_{i<=t} f(q_t.k_i)                    (paper eqs. 4, 5)
 
-Per key head the state is S = sum k_i v_i^T, z = sum k_i, u = sum v_i and the number n of tokens:
+Per KV head the state is S = sum k_i v_i^T, z = sum k_i, u = sum v_i and the number n of tokens:
 
     o_t = (a u + b S^T q_t) / g_t                g_t = a n + b z.q_t
 
@@ -11,7 +11,7 @@ entry of its output is g, and its state [[S, z], [u, n]]. Padding must leave all
 
 The paper takes unit vectors q and k, so that x is in [-1, 1], and a = b = 1. Only b/a matters.
 
-Letters: B batch, T time, H query heads, Hkv key heads, D key (feature) dim, Dv value dim, C chunk.
+Letters: B batch, T time, H query heads, Hkv KV heads, D key (feature) dim, Dv value dim, C chunk.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class LinearAttention(Mixer):
     title = "Linear attention, kernel a + b x"
     paper = "arXiv 2510.21956"
     pools = True
-    state_formula = "4 E (F Dv + F + Dv) + 8: E key heads, value dim Dv, F features (2 D for hedgehog, else D)"
+    state_formula = "4 E (F Dv + F + Dv) + 8: E KV heads, value dim Dv, F features (2 D for hedgehog, else D)"
     bidirectional = True
     normalised = True
     square = False

@@ -24,7 +24,7 @@ def check_shapes(
     if k.shape != (B, T, Hkv, D) or v.shape[:3] != (B, T, Hkv):
         raise ValueError(f"q, k, v must be [B,T,heads,dim] with equal B, T and key dim, found {shapes}")
     if H % E or E % Hkv:
-        raise ValueError(f"key heads must divide state heads, and those query heads, found {Hkv}, {E} and {H}")
+        raise ValueError(f"KV heads must divide state heads, and those query heads, found {Hkv}, {E} and {H}")
     sizes = {"B": B, "T": T, "H": H, "E": E, "D": D}
     for name, (given, letters) in {**others, "padding": (padding, "BT"), "segments": (segments, "BT")}.items():
         if given is None:
@@ -42,7 +42,7 @@ def several(cu: Tensor | None) -> Tensor | None:
 
 
 def to_gate_heads(y: Tensor, E: int) -> Tensor:
-    """[B,T,Hkv,D] -> [B,T,E,D]: memories of one key head share its keys."""
+    """[B,T,Hkv,D] -> [B,T,E,D]: memories of one KV head share its keys."""
     return y if y.shape[2] == E else y.repeat_interleave(E // y.shape[2], dim=2)
 
 

@@ -1,6 +1,6 @@
 """A depthwise convolution of values over the places of their tokens: what SAGA calls DWC and MHLA CPE.
 
-Letters: B batch, T tokens, E key heads, Dv value dim, K size of the convolution.
+Letters: B batch, T tokens, E KV heads, Dv value dim, K size of the convolution.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .rotary import rotated
 
 
 class Recurrent(Mixer):
-    """A mixer with `state_count` memories of `key_dim` features: one per key head or query head."""
+    """A mixer with `state_count` memories of `key_dim` features: one per KV head or query head."""
 
     pools = True
     # Where q and k are rotated, as rotary.py's Rope, for a mechanism with the choice.

@@ -1,4 +1,4 @@
-"""Exact softmax in a few heads of a linear layer: groups of query heads that share a key head.
+"""Exact softmax in a few heads of a linear layer: groups of query heads that share a KV head.
 
     o_t = sum_{i <= t} softmax_i(c q_t.k_i) v_i        for the heads of the groups that keep softmax
 
@@ -9,7 +9,7 @@ state of the heads kept is the keys and values of all tokens, which grows with t
 
 What the source's softmax does beyond c q.k is done here, too: a sliding window, a soft cap, sinks (`ScoreOptions`).
 
-Letters: B batch, T new tokens, S tokens in the state, H query heads, Hkv key heads, G = H/Hkv, K groups that keep
+Letters: B batch, T new tokens, S tokens in the state, H query heads, Hkv KV heads, G = H/Hkv, K groups that keep
 softmax, D key dim, Dv value dim.
 """
 
@@ -85,7 +85,7 @@ def score_options(kwargs: dict[str, Any]) -> ScoreOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxHeads:
-    """The groups of heads of a layer that keep softmax, by the number of their key head; `scale` is c."""
+    """The groups of heads of a layer that keep softmax, by the number of their KV head; `scale` is c."""
 
     heads: int
     kv_heads: int

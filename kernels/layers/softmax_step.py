@@ -3,10 +3,10 @@
     o = sum_{i <= n} softmax_i(c q.k_i) v_i        over the real tokens i < n of a row, and the token n itself
 
 A recorded decode step (hf/cuda_graphs.py) launches the same programs for every token, so how many keys there are must
-be read where the programs run. The keys are cut into pieces, each with a program for every key head, so that one row
+be read where the programs run. The keys are cut into pieces, each with a program for every KV head, so that one row
 fills a GPU; a second launch joins the pieces.
 
-Letters: B rows, H query heads, E key heads, G = H/E, D key dim, DV value dim, N places of a buffer, P pieces, BN places
+Letters: B rows, H query heads, E KV heads, G = H/E, D key dim, DV value dim, N places of a buffer, P pieces, BN places
 of a tile.
 """
 

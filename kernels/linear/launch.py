@@ -260,7 +260,7 @@ def stretch_states(x: Call, slots: int, E: int) -> tuple[Tensor, Tensor]:
 
 
 def count_memories(x: Call) -> int:
-    """E: of key heads, or with decays one for each of them."""
+    """E: of KV heads, or with decays one for each of them."""
     return x.k.shape[2] if x.log_decay is None else x.log_decay.shape[0]
 
 

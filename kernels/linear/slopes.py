@@ -34,7 +34,7 @@ def slope_gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of a and b, [H] fp32.
 
-    do [B,T,H,Dv]; u [B,T or 1,E,Dv] and n [B,T or 1,E or 1] of key heads, fp32; g [B,T,H]; rg, delta [B,H,T]: 1/g, 0 at
+    do [B,T,H,Dv]; u [B,T or 1,E,Dv] and n [B,T or 1,E or 1] of KV heads, fp32; g [B,T,H]; rg, delta [B,H,T]: 1/g, 0 at
     padding, and delta; along [blocks,B,T,H]: parts of q.dq; dg [B,T,H] arrives at g.
     """
     if along.is_meta:  # launches are only collected

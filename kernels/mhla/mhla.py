@@ -23,7 +23,7 @@ over the grid (its CPE). It does not print their order; as in its code's model o
 
     y = (norm(o) + DWC(V)) . swish(W X + b)
 
-Letters: B batch, T time, H query heads, E key heads, G = H/E, F features, Dv value dim, M blocks, C tokens of a block.
+Letters: B batch, T time, H query heads, E KV heads, G = H/E, F features, Dv value dim, M blocks, C tokens of a block.
 """
 
 from __future__ import annotations
@@ -210,10 +210,10 @@ def mix_bidirectional(
 
 
 def check_weights(E: int, weights: Tensor) -> None:
-    """Raise ValueError unless `weights` are those of E key heads and two blocks at least."""
+    """Raise ValueError unless `weights` are those of E KV heads and two blocks at least."""
     M = weights.shape[-1]
     if weights.shape != (E, M, M) or M < 2:
-        raise ValueError(f"weights must be [E,M,M] with M >= 2, found {tuple(weights.shape)} for {E} key heads")
+        raise ValueError(f"weights must be [E,M,M] with M >= 2, found {tuple(weights.shape)} for {E} KV heads")
 
 
 # ---------------------------------------------------------------- Triton kernels
@@ -296,7 +296,7 @@ class MultiHeadLinearAttention(Mixer):
     paper = "arXiv 2601.07832"
     pools = True
     state_formula = (
-        "4 E F (Dv + 1) (M + 1) + 8: E key heads, F features (2 D for hedgehog, else D), value dim Dv, M blocks;"
+        "4 E F (Dv + 1) (M + 1) + 8: E KV heads, F features (2 D for hedgehog, else D), value dim Dv, M blocks;"
         " Dv without normaliser"
     )
     bidirectional = True

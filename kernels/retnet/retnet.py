@@ -10,7 +10,7 @@ The layer ends with norm(o_t) . swish(W x_t) (eq. 8), an option here.
 linear.py has the chunk form (paper eq. 7) and its gradient. A read gate r_t and a write gate w_t, one number per token
 and head (SLA has them), make o_t = r_t S_t^T (c q_t) and write w_t k_t v_t^T.
 
-Letters: B batch, T time, H query heads, Hkv key heads, E state heads, D key dim, Dv value dim, C chunk.
+Letters: B batch, T time, H query heads, Hkv KV heads, E state heads, D key dim, Dv value dim, C chunk.
 Log-decays are <= 0; memories and sums of decays in fp32 (fp64 stays fp64).
 """
 
@@ -199,7 +199,7 @@ class RetNet(Recurrent, Mixer):
     title = "RetNet's retention"
     paper = "arXiv 2307.08621"
     state_formula = (
-        "4 E F Dv: E memories (key heads, or query heads), value dim Dv, F features (2 D for hedgehog, else D)"
+        "4 E F Dv: E memories (KV heads, or query heads), value dim Dv, F features (2 D for hedgehog, else D)"
     )
     about = {
         "rope": "rotate q and k before the feature map, after it, or not; auto: before beside a window, else after",

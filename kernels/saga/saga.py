@@ -13,7 +13,7 @@ RMS norm of each head. Both come before DWC and G.
 
 The paper leaves open which feature map Q and K have (eq. 3 implies none), and the size of the convolution.
 
-Letters: B batch, T tokens, H query heads, E key heads, G = H/E, F features, Dv value dim, K size of the convolution.
+Letters: B batch, T tokens, H query heads, E KV heads, G = H/E, F features, Dv value dim, K size of the convolution.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _check(
         if tensor.shape != shape:
             raise ValueError(f"{name} must be {list(shape)} beside q {list(q.shape)}, found {list(tensor.shape)}")
     if H % E:
-        raise ValueError(f"key heads must divide query heads, found {E} and {H}")
+        raise ValueError(f"KV heads must divide query heads, found {E} and {H}")
 
 
 def naive_saga(

@@ -15,7 +15,7 @@ excluded. Every sum has one order, so that the same input gives the same bits.
 delta takes o from two numbers in half precision: beside large scores ds is a difference of what is nearly equal, where
 o rounded once would double the error of dq and dk.
 
-Letters: B batch, T time, H query heads, E key heads, G = H/E, D key dim, DV value dim, W window, S sink, BM queries and
+Letters: B batch, T time, H query heads, E KV heads, G = H/E, D key dim, DV value dim, W window, S sink, BM queries and
 BN keys of a tile, C queries of a block, N blocks, X = S (D + DV) numbers of a sink.
 """
 

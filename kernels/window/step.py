@@ -4,7 +4,7 @@ launch. In PyTorch that is eighty launches a layer, of which a CUDA graph saves 
 Rings may be rows of a pool, which are changed in place (layers/pool.py). The programs of all heads read how many tokens
 a ring has seen, so none of them may count the token there: a second launch does, unless the caller knows the number.
 
-Letters: B rows, H query heads, E key heads, G = H/E, D key dim, DV value dim, W window, S sink, R = S + W places of a
+Letters: B rows, H query heads, E KV heads, G = H/E, D key dim, DV value dim, W window, S sink, R = S + W places of a
 ring, BN places of a tile.
 """
 

@@ -18,7 +18,7 @@ The decode state is the first S keys and values of each row's document, aligned 
 right. (Arora et al., "Based", arXiv 2402.18668, and Zhang et al., "LoLCATs", arXiv 2410.10254, show what a short exact
 window is worth to a linear layer.)
 
-Letters: B batch, T time, H query heads, Hkv key heads, G = H/Hkv, D key dim, Dv value dim, W window, S sink,
+Letters: B batch, T time, H query heads, Hkv KV heads, G = H/Hkv, D key dim, Dv value dim, W window, S sink,
 c <= W queries per block, N blocks. A block of c queries meets the W + c keys that end with its own, and one sink: a
 query W tokens into its document stands in the document that its block begins in.
 """

@@ -21,11 +21,11 @@ OURS, PYTORCH, COMPILED = "linearize", "linearize, PyTorch path", ", compiled"
 
 
 class Shape(NamedTuple):
-    """B sequences of T tokens, H query heads over Hkv key heads of D channels, M slots, blocks or tokens of a window
+    """B sequences of T tokens, H query heads over Hkv KV heads of D channels, M slots, blocks or tokens of a window
     where there are any.
 
     `dtype` is of q, k, v and the output, `gates` of whatever else goes in; `base` is what lies under SLA. `memories`
-    are those of GSA, where they are not one for each key head.
+    are those of GSA, where they are not one for each KV head.
     """
 
     B: int

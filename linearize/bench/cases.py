@@ -49,7 +49,7 @@ def case_names() -> list[str]:
 
 
 def equal_heads(B: int, T: int, H: int = 16, D: int = 128, **others: Any) -> Shape:
-    """As many key heads as query heads."""
+    """As many KV heads as query heads."""
     return Shape(B, T, H, H, D, **others)
 
 

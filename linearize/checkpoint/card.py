@@ -151,7 +151,7 @@ def kept_heads(plan: Plan) -> str:
     """The heads of linear layers that keep softmax, to stand behind these layers; empty where none does."""
     if not plan.softmax_groups:
         return ""
-    return f", but for the key heads (layer:head) `{written(plan.softmax_groups)}`, which keep softmax"
+    return f", but for the KV heads (layer:head) `{written(plan.softmax_groups)}`, which keep softmax"
 
 
 def untrained(plan: Plan) -> str:

@@ -87,7 +87,7 @@ def choosers(scoring: Scoring) -> dict[str, Any]:
 class Scorer:
     """Compares a mixture with its source on fixed batches; `asked` [B,T] in each says which predictions count.
 
-    `units` are what is compared: layers by number (None: all), or heads by layer and key head. `advance` gets the
+    `units` are what is compared: layers by number (None: all), or heads by layer and KV head. `advance` gets the
     tokens that each pass has read.
     """
 
@@ -173,7 +173,7 @@ def choose(
     Raises LinearizeError: 3 for a model that does not load, 4 for memory and devices, and as reading the text does.
     """
     heads = isinstance(units[0], tuple)
-    of = counted(len(units), "key head") if heads else f"layers {ranges([*units])}"
+    of = counted(len(units), "KV head") if heads else f"layers {ranges([*units])}"
     kind = kind_of(natives.meta)
     data, processor = open_data(source, natives.meta, scoring)
     scoring.say(f"choosing {count} of {of} to keep softmax by --score-by {scoring.method}, on {KINDS[kind]}: {data}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-# A layer by its number, or a group of heads by its layer and key head.
+# A layer by its number, or a group of heads by its layer and KV head.
 Unit = Any
 # What is lost with each of these sets kept.
 Lost = Callable[[Sequence[Collection[Unit]]], list[float]]

@@ -3,7 +3,7 @@
 The mixers are attached to the source in memory; nothing is written. A pass runs under the hooks' transfer mode, in
 which an attention module has softmax at hand and a mixer with the same q, k and v. For a mixer with q and k of its own,
 or a key for each query where its source has fewer, the module runs once more inside, as in attention transfer. A gate
-in each module, or one for each of its key heads and their query heads, says how much of softmax goes on: 1 softmax
+in each module, or one for each of its KV heads and their query heads, says how much of softmax goes on: 1 softmax
 alone, 0 the mixer alone.
 """
 
@@ -45,8 +45,8 @@ from ..train.losses import relative_mse
 from ..train.stages import Calibration, Inputs, Listener
 from ..train.student import Student
 
-Gate = float | Tensor  # a tensor has a number for each key head: [Hkv], or [B,Hkv] where rows differ
-Units = Sequence[int] | Sequence[Group]  # layers, or heads by layer and key head
+Gate = float | Tensor  # a tensor has a number for each KV head: [Hkv], or [B,Hkv] where rows differ
+Units = Sequence[int] | Sequence[Group]  # layers, or heads by layer and KV head
 
 
 class BriefTransfer(Listener):
@@ -105,7 +105,7 @@ class Mixture:
             return self._logits(batch, last)
 
     def logits(self, batch: Batch, gates: Mapping[int, Gate], last: int | None = None) -> Tensor:
-        """The same as `teacher` where `gates` has a number for each layer, or one for each of its key heads."""
+        """The same as `teacher` where `gates` has a number for each layer, or one for each of its KV heads."""
         self.gates = gates
         with self._mixing(), self.autocast():
             return self._logits(batch, last)

@@ -61,7 +61,7 @@ def convert(
     keep_heads: Annotated[
         str,
         typer.Option(
-            help="Heads of converted layers that keep softmax, by layer and key head: '3:0,1;7:2', or auto:4 (auto:2%) "
+            help="Heads of converted layers that keep softmax, by layer and KV head: '3:0,1;7:2', or auto:4 (auto:2%) "
             "to let linearize choose."
         ),
     ] = "",
@@ -355,7 +355,7 @@ def plan_table(plan: Plan) -> None:
     if plan.softmax:
         out.print(plan.softmax)
     if plan.softmax_groups:
-        out.print(f"softmax stays in key heads (layer:head) {written(plan.softmax_groups)}")
+        out.print(f"softmax stays in KV heads (layer:head) {written(plan.softmax_groups)}")
     for other in plan.others:
         out.print(f"stays as it is: {other}")
     for note in plan.notes:

@@ -45,7 +45,7 @@ def inspection_tables(inspection: Inspection) -> None:
         heads = (site.heads, site.kv_heads, site.key_dim, site.value_dim)
         rows.append((site.layer, (site.path, site.kind, *map(str, heads), f"{site.scale:.4g}")))
     out.print(table(columns, alike(rows), title))
-    out.print("H: query heads, Hkv: key heads, D and Dv: width of a key and of a value; scale multiplies q.k")
+    out.print("H: query heads, Hkv: KV heads, D and Dv: width of a key and of a value; scale multiplies q.k")
     for extra in sorted({extra for site in found.sites for extra in site.extras}):
         layers = layers_named(site.layer for site in found.sites if extra in site.extras)
         out.print(f"also passed to softmax in {layers}: {extra}")

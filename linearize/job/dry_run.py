@@ -120,7 +120,7 @@ def say_plan(plan: Plan, say: Say) -> None:
         kept, of = len(plan.softmax_layers), counted(len(plan.steps) + len(plan.kept), "layer")
         say(f"softmax stays in {kept} of {of} ({plan.choice.asked}); the run measures which")
     if plan.heads_choice is not None:
-        asked, count = plan.heads_choice.asked, counted(len(plan.softmax_groups), "key head")
+        asked, count = plan.heads_choice.asked, counted(len(plan.softmax_groups), "KV head")
         say(f"softmax stays in {count} of linear layers ({asked}); the run measures which")
     if plan.window_choice is not None:
         say(f"convert.kept_window={plan.window_choice.asked}: the run measures which kept layers get it")

@@ -208,7 +208,7 @@ def _converted(run: RunRecord, drawn: Drawing | None) -> str:
         heads = step.site.softmax_groups
         state = (size(step.state_bytes) if step.site.causal else "none") + (" and a cache" if heads else "")
         what = attention(plan, step).replace("\n", " ")
-        what += f", softmax in key heads {ranges([*heads])}" if heads else ""
+        what += f", softmax in KV heads {ranges([*heads])}" if heads else ""
         cost = (f"{step.new_parameters:,}", state, chosen_options(step))
         rows.append((step.site.layer, (step.site.path, what, *cost)))
     for site in plan.kept:

@@ -199,12 +199,12 @@ def check_method(name: str) -> Method:
 
 # ---------------------------------------------------------------- heads
 
-# Which heads of linear layers keep softmax: `--keep-heads "3:0,1;7:2"`, by layer and key head.
+# Which heads of linear layers keep softmax: `--keep-heads "3:0,1;7:2"`, by layer and KV head.
 
 
-FORM = '"3:0,1;7:2" for the key heads 0 and 1 of layer 3 and 2 of layer 7, or auto:2% or auto:4'
+FORM = '"3:0,1;7:2" for the KV heads 0 and 1 of layer 3 and 2 of layer 7, or auto:2% or auto:4'
 
-# A layer, and the number of one of its key heads with the query heads that share it.
+# A layer, and the number of one of its KV heads with the query heads that share it.
 Group = tuple[int, int]
 
 
@@ -222,7 +222,7 @@ def parse_groups(text: str) -> list[Group]:
     for part in filter(None, (part.strip() for part in text.split(";"))):
         found = re.fullmatch(r"(\d{1,9})\s*:\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)", part)
         if not found:
-            raise LinearizeError(f"--keep-heads {text}: {part!r} is no layer and key heads. Write {FORM}")
+            raise LinearizeError(f"--keep-heads {text}: {part!r} is no layer and KV heads. Write {FORM}")
         groups += [(int(found[1]), int(head)) for head in found[2].split(",")]
     twice = {group for group in groups if groups.count(group) > 1}
     if twice:
@@ -249,12 +249,12 @@ def keep_heads(text: str, sites: Sequence[AttentionSite], found: Found, model: s
         site = by_layer[layer]
         if max(heads) >= site.kv_heads:
             raise LinearizeError(
-                f"--keep-heads {text}: layer {layer} of {model} has {site.kv_heads} key heads (0 to "
+                f"--keep-heads {text}: layer {layer} of {model} has {site.kv_heads} KV heads (0 to "
                 f"{site.kv_heads - 1}), and {max(heads)} is none of them"
             )
         if len(heads) == site.kv_heads:
             raise LinearizeError(
-                f"--keep-heads {text}: these are all {site.kv_heads} key heads of layer {layer}, which leaves none to "
+                f"--keep-heads {text}: these are all {site.kv_heads} KV heads of layer {layer}, which leaves none to "
                 f"convert. Keep the layer: --keep-softmax {layer}"
             )
         reason = obstacle(site, found)
@@ -284,7 +284,7 @@ def obstacle(site: AttentionSite, found: Found) -> str:
 def heads_available(sites: Iterable[AttentionSite], found: Found) -> list[Group]:
     """The groups that `--keep-heads auto` chooses among: those of layers in which heads can keep softmax.
 
-    A layer with one key head has none: all of its heads, or none, keep softmax.
+    A layer with one KV head has none: all of its heads, or none, keep softmax.
     """
     fit = [site for site in sites if site.kv_heads > 1 and not obstacle(site, found)]
     return [(site.layer, head) for site in fit for head in range(site.kv_heads)]
@@ -307,7 +307,7 @@ def auto_heads(text: str, groups: Sequence[Group]) -> int:
     """
     if not groups:
         raise IncompatibleError(
-            f"--keep-heads {text}: no layer that becomes linear has several key heads whose softmax can be kept"
+            f"--keep-heads {text}: no layer that becomes linear has several KV heads whose softmax can be kept"
         )
     count = auto_count(text, len(groups), "--keep-heads", "head")
     most = len(groups) - len({layer for layer, _ in groups})

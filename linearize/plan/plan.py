@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def softmax_groups(self) -> list[Group]:
-        """The heads of linear layers that keep softmax, by layer and key head."""
+        """The heads of linear layers that keep softmax, by layer and KV head."""
         return [(step.site.layer, head) for step in self.steps for head in step.site.softmax_groups]
 
     def to_json(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class Convert(Strict):
     keep_softmax: Layers = ""
     """Layers left as they are, such as "7,15", [7, 15] or every:4; auto:2 or auto:25% lets linearize choose."""
     keep_heads: str = ""
-    """Heads of converted layers that keep softmax, by layer and key head: "3:0,1;7:2"; or auto:4, auto:2%."""
+    """Heads of converted layers that keep softmax, by layer and KV head: "3:0,1;7:2"; or auto:4, auto:2%."""
     kept_window: Window = None
     """Layers that keep softmax see only the last tokens, for example 4096, and the first four. 4096@1,3: these layers
     alone; auto:4096: the layers where the run measures that this changes predictions by at most 0.01 nats a token

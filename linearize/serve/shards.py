@@ -3,7 +3,7 @@
 vLLM's tensor parallelism divides q, k and v by heads, and gives every process all hidden states. A mixer divides where
 its heads do not know of each other. That is tried, not declared: `divides` compares the parts with the whole.
 
-Letters: H query heads, Hkv key heads, D key dim, Dv value dim.
+Letters: H query heads, Hkv KV heads, D key dim, Dv value dim.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def divides(kind: Any, record: dict[str, Any], options: dict[str, Any], size: in
     if record.get("softmax_groups"):
         return "some of its heads keep softmax"
     if record["heads"] % size or record["kv_heads"] % size:
-        return f"{record['heads']} heads and {record['kv_heads']} key heads are not divided by {size}"
+        return f"{record['heads']} heads and {record['kv_heads']} KV heads are not divided by {size}"
     code = importlib.import_module(f"{code_of(kind)}.mixer")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)

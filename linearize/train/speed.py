@@ -82,7 +82,7 @@ class Products(TorchDispatchMode):
         if formula is not None:
             try:
                 self._flops += formula(*args, **(kwargs or {}), out_val=out)
-            except Exception:  # such as those of attention for fewer key heads
+            except Exception:  # such as those of attention for fewer KV heads
                 self._known = False
         return out
 

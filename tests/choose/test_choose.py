@@ -433,7 +433,7 @@ HEAD = (1, 0)  # the one of `heads_place` whose output reaches the residual stre
 
 @pytest.fixture(scope="module")
 def heads_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model in which the query heads of key head 0 of layer 1 alone matter, and text."""
+    """A folder with a model in which the query heads of KV head 0 of layer 1 alone matter, and text."""
     folder, model = tmp_path_factory.mktemp("heads"), small_model("llama", **TRAINED)
     for number, layer in enumerate(model.model.layers):
         weight = layer.self_attn.o_proj.weight.data
@@ -466,7 +466,7 @@ def test_heads_are_checked_first_and_layers_of_named_ones_become_linear(heads_pl
         raise AssertionError("layers were scored")
 
     source, asked = str(heads_place / "source"), {"keep_softmax": "auto:1", "options": OPTIONS}
-    refused = {"2:99": "99 is none of them", "2:0,1": "all 2 key heads", "2": "Write", "auto:4": "3 leave one"}
+    refused = {"2:99": "99 is none of them", "2:0,1": "all 2 KV heads", "2": "Write", "auto:4": "3 leave one"}
     for heads, problem in refused.items():
         with pytest.raises(LinearizeError, match=problem):
             plan_conversion(source, "gsa", keep_heads=heads, choose=unasked, **asked)
@@ -492,7 +492,7 @@ def test_convert_chooses_the_head_that_matters(
     assert choice["scores"].keys() == {f"{layer}:{head}" for layer in range(4) for head in range(2)}
     assert choice["kl"]["kept"]["text"] < 0.2 * choice["kl"]["linear"]["text"]
     for message in (
-        "choosing 1 of 8 key heads",
+        "choosing 1 of 8 KV heads",
         "--keep-heads '1:0' repeats this without scoring",
         "with no head kept",
     ):
@@ -527,7 +527,7 @@ def test_a_recipe_chooses_layers_then_heads_and_trains_the_rest(heads_place: Pat
     recipe._folder = heads_place
     messages: list[str] = []
     dry_run(recipe, messages.append)
-    assert holds(messages[-1], "softmax", "1 key head", "auto:20%", "measures")
+    assert holds(messages[-1], "softmax", "1 KV head", "auto:20%", "measures")
     finetune(recipe, say=messages.append)
     plan = read_plan(heads_place / "run" / "final")
     assert [site.layer for site in plan.kept] == [HEAD[0]]

@@ -33,8 +33,8 @@ from linearize_kernels.window.window import Ring
 HIDDEN = 24
 SITES = {
     "heads share keys": AttentionSite(0, "a", "self", HIDDEN, 4, 2, 8, 8, 8**-0.5, causal=True),
-    "one key head, narrow values": AttentionSite(0, "a", "self", HIDDEN, 8, 1, 16, 6, 0.3, causal=True),
-    "a key head each": AttentionSite(0, "a", "self", HIDDEN, 3, 3, 8, 8, 8**-0.5, causal=True),
+    "one KV head, narrow values": AttentionSite(0, "a", "self", HIDDEN, 8, 1, 16, 6, 0.3, causal=True),
+    "a KV head each": AttentionSite(0, "a", "self", HIDDEN, 3, 3, 8, 8, 8**-0.5, causal=True),
 }
 LONG = 150  # crosses chunks and blocks of 64
 

@@ -20,14 +20,14 @@ HIDDEN = 24
 
 
 def inputs(T: int, E: int = 2, B: int = 2) -> dict[str, Tensor]:
-    """q, k, v, both gates and log-decays in float64: 4 query heads, 2 key heads, E memories."""
+    """q, k, v, both gates and log-decays in float64: 4 query heads, 2 KV heads, E memories."""
     shapes = {"q": (4, 8), "k": (2, 8), "v": (2, 6), "read_gate": (4,), "write_gate": (E,)}
     made = {name: torch.randn(B, T, *shape, dtype=torch.float64) for name, shape in shapes.items()}
     return {**made, "log_decay": -torch.rand(E, dtype=torch.float64) / 2}
 
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 150])
-@pytest.mark.parametrize("E", [2, 4], ids=["memory per key head", "per query head"])
+@pytest.mark.parametrize("E", [2, 4], ids=["memory per KV head", "per query head"])
 @pytest.mark.parametrize("layout", ["whole", "holes", "packed", "packed with holes"])
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 def test_it_is_its_definition_with_all_gradients(T: int, E: int, layout: str, learned: bool) -> None:

@@ -21,7 +21,7 @@ from linearize_kernels.mixer import AttentionSite, Mixer
 T = 40
 GROUPS = (1, 3)
 SHARED = AttentionSite(0, "a", "self", 24, 8, 4, 8, 6, 0.3, causal=True, softmax_groups=GROUPS)
-ALONE = dataclasses.replace(SHARED, heads=4)  # a key head for each head
+ALONE = dataclasses.replace(SHARED, heads=4)  # a KV head for each head
 CASES = [
     (name, site, near)
     for name in mechanism_names()

@@ -173,7 +173,7 @@ def test_heads_of_the_other_layers_may_keep_softmax_too(place: Path, tmp_path: P
     plan = read_plan(folder)
     assert (plan.softmax_groups, plan.softmax_layers) == ([(0, 1)], [1, 3])
     assert plan.cache_bytes(1000)["converted"] - plan.cache_bytes(0)["converted"] == 1000 * ROW // 2
-    message = "GSA in layers 0,2, but for the key heads (layer:head) `0:1`, which keep softmax; layers 1,3 keep softmax"
+    message = "GSA in layers 0,2, but for the KV heads (layer:head) `0:1`, which keep softmax; layers 1,3 keep softmax"
     assert f"{message} over the last 5" in (folder / "README.md").read_text()
     model, ids, cache, parts = load(folder), tokens(2, 30), DynamicCache(), []
     for part in ids.split([17, 1, 12], 1):

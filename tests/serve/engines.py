@@ -61,7 +61,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 class Case(NamedTuple):
     """A converted model: its architecture, and for each layer the mechanism and its options (None: softmax stays).
 
-    Of the options `heads` are key heads that keep softmax, as `--keep-heads` has them: "0,2".
+    Of the options `heads` are KV heads that keep softmax, as `--keep-heads` has them: "0,2".
     """
 
     architecture: str

@@ -69,7 +69,7 @@ def without_decays(part: Any) -> Any:
 
 def test_heads_that_do_not_divide_are_named() -> None:
     kind, options = load_mechanism("gla"), resolve_options("gla", {})
-    assert divides(kind, RECORD, options, 3) == "8 heads and 4 key heads are not divided by 3"
+    assert divides(kind, RECORD, options, 3) == "8 heads and 4 KV heads are not divided by 3"
     assert divides(kind, RECORD | {"softmax_groups": (1,)}, options, 2) == "some of its heads keep softmax"
     spec = {"all_linear": True, "layers": [{"mechanism": "gla", "options": options, "site": RECORD}]}
     assert shard_spec(spec, 2)["layers"][0]["site"] == RECORD | {"heads": 4, "kv_heads": 2}

@@ -194,7 +194,7 @@ def constant_state(model: Any, ids: Tensor) -> str:
     if len(held[0]) != len(heads):
         return f"{len(held[0])} layers keep a state, the config has {len(heads)}"
     if sorted(kept) != sorted(heads):  # layers of a config may be in another order
-        return f"{sum(kept)} key heads keep keys and values, the config has {sum(heads)}"
+        return f"{sum(kept)} KV heads keep keys and values, the config has {sum(heads)}"
     return "" if held[0] == held[1] else f"the state grows from {sum(held[0])} to {sum(held[1])} bytes"
 
 
