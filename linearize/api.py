@@ -140,11 +140,10 @@ def convert(
     Raises:
         LinearizeError: As `plan`, 4 for disk and memory, 6 when the check fails, which leaves no folder.
     """
-    from .checkpoint.atomic import check_output
+    from .convert import check_target, plan_conversion
     from .convert import convert as carry_out
-    from .convert import plan_conversion
 
-    check_output(Path(output), overwrite)  # planning may measure layers for minutes
+    check_target(Path(model), Path(output), overwrite)  # planning may measure layers for minutes
     if verify not in ("auto", "full", "keys", "none"):
         raise LinearizeError(f"verify={verify}: choose auto, full, keys or none")
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}

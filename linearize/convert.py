@@ -346,12 +346,18 @@ def stored_dtype(source: Source) -> str:
 
 
 def check_paths(source: Source, output: Path, overwrite: bool) -> None:
-    """Refuse an output that is the source, inside it, or around it, and one that is not empty (exit 2)."""
+    """`check_target`, and the names of both folders."""
     for path in (Path(os.path.realpath(source.folder)), Path(os.path.realpath(output))):
         if os.fsencode(path).decode("utf-8", "replace") != str(path):
             raise IncompatibleError(f"{path} is not valid UTF-8, and safetensors opens no such path. Rename it")
-    if not separate(source.folder, output):
-        raise LinearizeError(f"-o {output} and the source {source.folder} must be separate folders")
+    check_target(source.folder, output, overwrite)
+
+
+def check_target(folder: Path, output: Path, overwrite: bool) -> None:
+    """Refuse an output that is the source's folder, inside it, or around it, and one that is not empty (exit 2). The
+    source may be no folder here."""
+    if folder.is_dir() and not separate(folder, output):
+        raise LinearizeError(f"-o {output} and the source {folder} must be separate folders")
     check_output(output, overwrite)
 
 

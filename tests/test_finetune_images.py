@@ -238,7 +238,7 @@ def test_eval_compares_two_encoders_of_images(place: Path, linearize: Command) -
     """By their vectors: the class token, and which other image is nearest."""
     plan = plan_conversion(str(place / "dino"), "la")
     convert(*plan, place / "la", level="none", say=lambda text: None)
-    command = shlex.split(next_step(plan[0], place / "la").splitlines()[0])
+    command = shlex.split(next_step(plan[0], place / "la", plan[2]).splitlines()[0])
     assert [stage.kind for stage in load_recipe(command[4], command[5:]).stages][-1] == "feature_cosine"
     data = [f"data.eval={{arrays: {place / 'eval.npz'}}}", "--teacher", place / "dino", "--json"]
     found = json.loads(linearize("eval", place / "la", *data)[1])

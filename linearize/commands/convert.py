@@ -149,7 +149,6 @@ def convert(
         if to is not None and not by_recipe:  # refuse a wrong option before transformers' models are imported
             make_steps([], to, parse_settings([*(values or []), *(settings or [])]))
         from .. import convert as of_transformers
-        from ..checkpoint.atomic import check_output
         from ..diffusion import convert as of_diffusers
         from ..hub import push as hub
         from ..plan.keep import is_auto
@@ -186,7 +185,7 @@ def convert(
     if measures:
         asked |= of_scoring(score_by, score_text, of_recipe)
     if output is not None and not dry_run:  # planning may measure layers for minutes
-        check_output(output, overwrite)
+        of_transformers.check_target(Path(model), output, overwrite)
     planned = story.plan_conversion(model, to, restore=restore, weights=not dry_run or measures, **asked)
     plan = planned[0]
     plan_table(plan)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton_tools import compile_kernel, interpreted
 
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
-from linearize.serve.states import StateLayout, tensors_of
+from linearize.serve.states import StateLayout, store, tensors_of
 from linearize_kernels.hf.cache import map_state
 from linearize_kernels.layout import TokenLayout
 from linearize_kernels.mixer import AttentionSite, Mixer
@@ -84,7 +84,7 @@ def pool_of(states: dict[int, Any]) -> tuple[StateLayout, Tensor]:
     layout = StateLayout(next(iter(states.values())))
     pool = torch.full((ROWS, layout.bytes), 255, dtype=torch.uint8)
     for row, state in states.items():
-        layout.write(pool, torch.tensor([row]), state)
+        store(layout.views(pool), torch.tensor([row]), state)
     return layout, pool
 
 
@@ -171,7 +171,7 @@ def test_rows_of_a_pool_step_as_states_of_their_own(case: str, run: str) -> None
     assert torch.equal(o[[not x for x in real]].flatten(), expected[[not x for x in real]].flatten())
     assert relative_error(o[real], expected[real]) < most
     rows = torch.tensor([row for row in NAMED if row >= 0])
-    read = [list(tensors_of(layout.read(memory, rows))) for memory in (pool, expected_pool)]
+    read = [list(tensors_of(layout.views(memory[rows]))) for memory in (pool, expected_pool)]
     for ours, theirs in zip(*read, strict=True):
         assert relative_error(ours, theirs) < most
         assert ours.dtype.is_floating_point or torch.equal(ours, theirs)
@@ -190,7 +190,7 @@ def prompts(case: str, seen: bool) -> tuple[float, float, int]:
     held = [mixer(*inputs(1, n), TokenLayout())[1] if seen else None for n in (2, 7, 30)]
     if seen:
         layout, memory = pool_of(dict(enumerate(held)))
-        state = layout.read(memory, torch.arange(3))
+        state = layout.views(memory[:3])
     given = inputs(1, 17)
     parts, beside = mixer.prepare(*given, TokenLayout(plain=True))
     own = mixer.empty_outputs(parts, given[2])

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_tools import interpreted
 
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
-from linearize.serve.states import StateLayout, tensors_of
+from linearize.serve.states import StateLayout, store, tensors_of
 from linearize_kernels.hf.cache import map_state
 from linearize_kernels.layers.conv import short_conv
 from linearize_kernels.layers.sequences import sequence_places, splice
@@ -151,7 +151,7 @@ def test_three_parts_are_the_whole(case: str) -> None:
         named = torch.tensor([7, 2, -1, 4, 8])
         real = [0, 1, 3, 4]
         for i in real:
-            memory.write(pool, named[i : i + 1], after[i])
+            store(memory.views(pool), named[i : i + 1], after[i])
         rows = tokens(1, dtype, B=5)
         expected = torch.cat([mixer(*(y[i : i + 1] for y in rows), TokenLayout(), after[i])[0] for i in real])
         places = torch.tensor([a + b for a, b in zip(SEEN, NEW, strict=True)])[:, None]
