@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import warnings
@@ -70,7 +71,8 @@ class Drawn:
 
     def draw(self, text: str) -> None:
         with self.lock:
-            print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
+            shown = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be drawn again
+            print(f"\r{shown}\033[K", end="", file=sys.stderr, flush=True)
             self.there = True
 
     def clear(self) -> None:

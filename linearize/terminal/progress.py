@@ -19,10 +19,6 @@ LINE_EVERY = 30.0
 SECOND = 1.0  # how often a bar is drawn while nothing advances
 WIDTH = 24
 
-# Modules that a command has imported once it can begin: with the Python code of models, and with torch alone. Counted
-# with torch 2.13, transformers 5.24 and Python 3.11 on Linux; a test holds each command to them.
-MODELS, TORCH = 3400, 1600
-
 Advance = Callable[[float], None]
 
 _bars: list[Bar] = []  # that are open: the innermost one draws
@@ -101,39 +97,16 @@ def progress(what: str, total: float, clock: Callable[[], float] = time.monotoni
 
 
 @contextlib.contextmanager
-def imports(advance: Advance) -> Iterator[None]:
-    """Within: on a terminal `advance` gets the number of modules that were imported, once a second."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    over, before = threading.Event(), len(sys.modules)
-
-    def count() -> None:
-        counted = before
-        while not over.wait(SECOND):
-            counted, earlier = len(sys.modules), counted
-            advance(counted - earlier)
-
-    thread = threading.Thread(target=count, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextlib.contextmanager
-def starting(modules: int = MODELS) -> Iterator[None]:
-    """Around the imports with which a command begins, after which there are about so many modules. Of several
-    processes the first one speaks."""
+def starting() -> Iterator[None]:
+    """Around the imports with which a command begins, whose share nobody knows. Of several processes the first one
+    speaks."""
     global _started
     if not sys.stderr.isatty() or int(os.environ.get("RANK", "0")):
         with uncollected():
             yield
         return
     began = time.monotonic()
-    with progress("starting", modules - len(sys.modules)) as advance, imports(advance), uncollected():
+    with progress("starting", 1), uncollected():
         yield
     _started = time.monotonic() - began
 
