@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import Cache, CompileConfig, DynamicCache, StaticCache
 
 from ..checkpoint.code import SourceClasses
@@ -35,7 +34,7 @@ from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import most_tokens, with_cache
 from .case import COMPILED
 from .kernels import attempt
-from .timing import allocated, beside_device, device_ms, faster, here, peak_mib, timed, wait, working_ms
+from .timing import allocated, beside_device, device_ms, faster, here, measured, peak_mib
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 128256,
@@ -167,13 +166,12 @@ def training(model: Any, length: int, checkpointing: bool, compiled: bool = Fals
         model.zero_grad(set_to_none=True)
 
     try:
-        took = beside_device(timed(step, warm=2, least=3), device_ms(step))
-        peak = peak_mib(step, 0)
+        found = measured(step, 0, "tokens_s", batch * length)
     finally:
         model.zero_grad(set_to_none=True)
         set_checkpointing(model, False)
         model.eval()
-    return {"batch": batch, **took, "tokens_s": 1e3 * batch * length / took["ms"], "peak_mib": peak}
+    return {"batch": batch, **found}
 
 
 # ---------------------------------------------------------------- inference
@@ -187,9 +185,7 @@ def prefill(model: Any, context: int) -> dict[str, Any]:
     def run() -> None:
         model(ids, use_cache=True, logits_to_keep=1, **with_cache(model, DynamicCache(config=model.config)))
 
-    before = allocated()
-    took = beside_device(timed(run, warm=1, least=3), device_ms(run))
-    return {**took, "peak_mib": peak_mib(run, before)}
+    return measured(run, allocated())
 
 
 @torch.no_grad()
@@ -199,13 +195,14 @@ def decode(model: Any, context: int, batch: int, compiled: bool = False, static:
         torch.compiler.reset()  # earlier ones count: past a limit torch runs what it has not compiled
     before, run = allocated(), partial(generate, model, context, batch, compiled=compiled, static=static)
     peak = peak_mib(lambda: run(FIRST, Clock()), before)  # kernels are compiled, algorithms chosen
-    clock, profiled = Clock(), ProfiledClock()
+    clock = Clock()
     cache = run(TOKENS, clock)
-    if here() == "cuda":
-        run(TOKENS, profiled)
+    # What fills the cache is in both.
+    many, few = (device_ms(lambda count=count: run(count, Clock())) for count in (TOKENS, FIRST))  # type: ignore[misc]
+    device = None if many is None or few is None else (many - few) / (TOKENS - FIRST)
     steps = sorted(1e3 * (end - start) for start, end in pairwise(clock.times[FIRST:]))
     middle = {"ms": steps[len(steps) // 2], "low": steps[len(steps) // 4], "high": steps[3 * len(steps) // 4]}
-    took = beside_device(middle, profiled.device_ms())
+    took = beside_device(middle, device)
     return {**took, "tokens_s": 1e3 * batch / middle["ms"], "cache_mib": cache, "peak_mib": peak}
 
 
@@ -220,29 +217,6 @@ class Clock:
 
     def end(self) -> None:
         """Nothing is left to print."""
-
-
-class ProfiledClock(Clock):
-    """One that has the device watched from token FIRST on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.profile = profile(activities=[ProfilerActivity.CUDA])
-
-    def put(self, tokens: Tensor) -> None:
-        super().put(tokens)
-        if len(self.times) == FIRST + 1:
-            self.profile.start()
-
-    def end(self) -> None:
-        wait()
-        self.profile.stop()
-
-    def device_ms(self) -> float | None:
-        """ms in which the device works for a token; None where it was not watched."""
-        steps = len(self.times) - FIRST - 1
-        working = working_ms(self.profile.events()) if steps > 0 else None
-        return None if working is None else working / steps
 
 
 def generate(

@@ -130,13 +130,13 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def short(count: float) -> str:
+def short(count: float, digits: int = 3) -> str:
     """A count for people, in three digits: 20.5M."""
     for unit in ("", "k", "M", "B"):
-        if count < 999.5:
-            return f"{count:.3g}{unit}"
+        if abs(count) < 999.5:
+            return f"{count:.{digits}g}{unit}"
         count /= 1000
-    return f"{count:.3g}T"
+    return f"{count:.{digits}g}T"
 
 
 def duration(seconds: float) -> str:

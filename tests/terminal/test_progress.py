@@ -215,20 +215,6 @@ def test_of_several_processes_the_first_one_shows_its_start(
     assert capsys.readouterr().err == ""
 
 
-def test_a_quick_start_counts_among_the_seconds_that_showed_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(linearize.terminal.progress, "SHOWN_AFTER", 1.0)
-    with starting():
-        time.sleep(0.6)
-    assert capsys.readouterr().err == ""
-    for shown in (True, False):  # the first one alone
-        with progress("inspect", 2):
-            time.sleep(0.7)
-        assert ("inspect" in capsys.readouterr().err) is shown
-
-
 def test_nothing_is_collected_while_a_command_starts() -> None:
     """And what it imported never is: all that torch and transformers hold would be looked through again and again."""
     found = list[str]()
