@@ -36,36 +36,26 @@ from .case import COMPILED
 from .kernels import attempt
 from .timing import allocated, beside_device, device_ms, faster, here, measured, peak_mib
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 128256,
-    "num_key_value_heads": 8, "max_position_embeddings": 131072,
-}  # fmt: skip
-# A model from scratch as papers have it, in the form of a Llama; their heads are fewer and wider.
-SCRATCH: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 32000,
-    "num_hidden_layers": 24, "max_position_embeddings": 131072, "head_dim": 256, "tie_word_embeddings": False,
-}  # fmt: skip
-# What config.json of Llama 3.2 1B and 3B and of Llama 3.1 8B says; the models that the papers of GSA and SLA train;
+
+def llama(
+    words: int, hidden: int, inner: int, layers: int, heads: int, kv: int, dim: int, tied: bool = False
+) -> dict[str, Any]:
+    """config.json of a Llama of that size."""
+    sizes = {"vocab_size": words, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": dim}
+    known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    return {**known, **sizes, "max_position_embeddings": 131072, "tie_word_embeddings": tied}
+
+
+# What config.json of Llama 3.2 1B and 3B and of Llama 3.1 8B says; the models that the papers of GSA and SLA train from
+# scratch, in the form of a Llama, whose heads are fewer and wider;
 # Pythia 1.4B, for the 8,192 tokens that the paper of LA trains it with.
 SHAPES: dict[str, dict[str, Any]] = {
-    "1b": {
-        **LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "head_dim": 64, "tie_word_embeddings": True,
-    },
-    "3b": {
-        **LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "head_dim": 128, "tie_word_embeddings": True,
-    },
-    "8b": {
-        **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "head_dim": 128, "tie_word_embeddings": False,
-    },
-    "llama-1.3b": {
-        **SCRATCH, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 8, "num_key_value_heads": 8,
-    },
-    "llama-340m": {
-        **SCRATCH, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 4, "num_key_value_heads": 4,
-    },
+    "1b": llama(128256, 2048, 8192, 16, 32, 8, 64, tied=True),
+    "3b": llama(128256, 3072, 8192, 28, 24, 8, 128, tied=True),
+    "8b": llama(128256, 4096, 14336, 32, 32, 8, 128),
+    "llama-1.3b": llama(32000, 2048, 5632, 24, 8, 8, 256),
+    "llama-340m": llama(32000, 1024, 2816, 24, 4, 4, 256),
     "pythia-1.4b": {
         "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "dtype": "bfloat16", "vocab_size": 50304,
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16,

@@ -24,6 +24,7 @@ from ..data.chat import Message, asked_of, end_tokens, opened_turn, prompt_ids
 from ..data.documents import TextSource, documents_of, end_token, start_tokens
 from ..data.packing import hashed_generator
 from ..errors import Exit, LinearizeError, undamaged, writing
+from ..measure.free_generation import first_end
 from ..measure.generate import check_tokens
 from ..probe.trace import quiet
 from ..recipe.data import CHAT, OwnText
@@ -111,11 +112,9 @@ class Author:
                 )
         finally:
             self.model.generation_config = before
-        return [self._cut(row) for row in made[: len(prompts), self.width :].tolist()]
-
-    def _cut(self, row: list[int]) -> tuple[list[int], bool]:
-        end = next((place for place, token in enumerate(row) if token in self.ends), None)
-        return (row, False) if end is None else (row[:end], True)
+        rows = made[: len(prompts), self.width :].tolist()
+        ends = [first_end(row, self.ends) for row in rows]
+        return [(row[:end], end is not None) for row, end in zip(rows, ends, strict=True)]
 
 
 def check_width(model: Any, width: int, length: int) -> None:
