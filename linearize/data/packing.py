@@ -338,10 +338,7 @@ class _Writer:
         if chosen is None:
             self.bins.append(chosen := _Bin(self.seq_len))
         chosen.add(words)
-        if self.alone:
-            self._write(self._padded(self.bins.pop()))
-            return
-        if len(self.bins) > _OPEN_BINS or chosen.room == 0:
+        if self.alone or len(self.bins) > _OPEN_BINS or chosen.room == 0:
             fullest = min(range(len(self.bins)), key=lambda i: self.bins[i].room)
             self._write(self._padded(self.bins.pop(fullest)))
 

@@ -115,8 +115,8 @@ def compare_embeddings(
                 advance(len(some))
     result: dict[str, Any] = {"kind": "embeddings", "data": str(text), "passages": len(rows), "pooling": pooling}
     result["longest"] = length
-    for what, pair in zip(("sentences", "passages"), zip(*vectors.values(), strict=True), strict=True):
-        result |= likeness(*pair, what)
+    for what, mine, other in zip(("sentences", "passages"), vectors["student"], vectors["teacher"], strict=True):
+        result |= likeness(mine, other, what)
     order = {
         who: (found[0] @ found[1].T).argsort(dim=1, descending=True, stable=True) for who, found in vectors.items()
     }

@@ -157,11 +157,11 @@ def write_own_text(
         while written < asked.tokens:
             number = len(shards_of(folder))
             chosen = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
-            made = author.write([prompt.ids for prompt in chosen], seed_of(seed, number))
+            made = author.write([prompt.ids for prompt in chosen], hashed_generator(seed, number).initial_seed())
             if answerer is None:
                 rows = [row_of(tokenizer, *pair) for pair in zip(chosen, made, strict=True)]
             else:
-                rows = answered(tokenizer, answerer, made, seed_of(seed, -1 - number))
+                rows = answered(tokenizer, answerer, made, hashed_generator(seed, -1 - number).initial_seed())
             rows = [row for row in rows if row["tokens"]]
             empty = 0 if rows else empty + 1
             if empty == EMPTY:
@@ -204,10 +204,6 @@ def row_of(tokenizer: Any, prompt: Prompt, made: tuple[list[int], bool]) -> dict
     if prompt.messages is None:
         return {"text": text, **facts}
     return {"messages": [*prompt.messages, {"role": "assistant", "content": text}], **facts}
-
-
-def seed_of(seed: int, number: int) -> int:
-    return hashed_generator(seed, number).initial_seed()
 
 
 def shards_of(folder: Path) -> list[Path]:
