@@ -91,6 +91,7 @@ def expected_files() -> set[str]:
     """What the wheel must hold beside its metadata."""
     data = (*ROOT.glob("linearize/demo/model/*"), ROOT / "linearize/checkpoint/known_code.txt")
     data += (ROOT / "linearize/py.typed", *ROOT.glob("linearize/measure/task_files/*.yaml"))
+    data += (*ROOT.glob("linearize/*/card.md"), ROOT / "linearize/page/style.css")
     files = {name_of(path) for path in (*SOURCES, *RECIPES, *data)}
     return {re.sub(r"^(kernels|recipes)/", r"linearize_\1/", name) for name in files}
 
