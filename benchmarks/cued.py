@@ -30,6 +30,7 @@ from sklearn.datasets import load_digits
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers.utils import logging as transformers_logging
 
+from linearize.bench.timing import here
 from linearize.finetune import finetune
 from linearize.recipe.recipe import load_recipe
 
@@ -145,12 +146,8 @@ def distil(folder: Path, mechanism: str, *, seed: int, count: int) -> dict[str, 
     (place / "recipe.yaml").write_text(text)
     finetune(load_recipe(place / "recipe.yaml"), say=lambda line: None)
     model = AutoModelForImageClassification.from_pretrained(place / "run" / "final", trust_remote_code=True)
-    right = answers(model, Digits().canvases("eval", count, 7), device_here())
+    right = answers(model, Digits().canvases("eval", count, 7), here())
     return {"mechanism": mechanism, "accuracy": float(right.mean()), "seconds": time.monotonic() - began}
-
-
-def device_here() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
@@ -168,9 +165,9 @@ def main() -> None:
     pixels, labels = digits.canvases("train", CANVASES, 11 + args.seed)
     np.savez(folder / "canvases.npz", images=pixels, labels=labels)
     teacher = new_model(args.seed)
-    train(teacher, digits, args.seed, device_here())
+    train(teacher, digits, args.seed, here())
     teacher.save_pretrained(folder / "teacher")
-    right = answers(teacher, digits.canvases("eval", args.canvases, 7), device_here())
+    right = answers(teacher, digits.canvases("eval", args.canvases, 7), here())
     print(json.dumps({"mechanism": "softmax", "accuracy": float(right.mean())}), flush=True)
     blind = []
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:

@@ -27,7 +27,6 @@ from transformers import AutoModel
 
 from benchmarks.vision import BlockShape, block_inputs, make_blocks
 from linearize.bench.timing import captured_us, here, machine
-from linearize.plan.mechanisms import parse_settings
 
 PATCHES = (196, 1024, 4096, 16384)
 # Passes in one CUDA graph: replaying one takes a few microseconds, too.
@@ -52,22 +51,15 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
     return statistics.median(found[2:])
 
 
-def block_pass(mechanism: str | None, tokens: int, together: int = 0, compiled: bool = False) -> Callable[[], Any]:
-    """A pass of a block on squares of patches, with `mechanism:option=value,..` or SDPA."""
-    name, _, settings = (mechanism or "").partition(":")
-    options = parse_settings(settings.split(",") if settings else [])
-    side = round(tokens**0.5)
-    shape = BlockShape(max(1, together // tokens), (side, side), 6, 64, 1536, 1)
-    blocks: Any = make_blocks(shape, name or None, options).to(dtype_here()).eval()
-    x = block_inputs(shape).to(dtype_here())
-    return partial(torch.compile(blocks, dynamic=False) if compiled else blocks, x)
-
-
 @torch.no_grad()
 def of_block(mechanism: str | None, tokens: int, repeats: int, together: int = 0, compiled: bool = False) -> float:
-    """Seconds of `block_pass`."""
+    """Seconds of a pass of a block on squares of patches, with `mechanism:option=value,..` or SDPA."""
     torch.compiler.reset()  # earlier ones count: past a limit torch runs what it has not compiled
-    run = block_pass(mechanism, tokens, together, compiled)
+    side = round(tokens**0.5)
+    shape = BlockShape(max(1, together // tokens), (side, side), 6, 64, 1536, 1)
+    blocks: Any = make_blocks(shape, mechanism).to(dtype_here()).eval()
+    x = block_inputs(shape).to(dtype_here())
+    run = partial(torch.compile(blocks, dynamic=False) if compiled else blocks, x)
     return captured_us([run] * PASSES) / 1e6 if compiled and here() == "cuda" else seconds(run, repeats)
 
 

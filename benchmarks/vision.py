@@ -80,16 +80,17 @@ class Blocks(nn.Sequential):
         return (super().forward(x),)
 
 
-def make_blocks(shape: BlockShape, mechanism: str | None, options: dict[str, Any] | None = None) -> Blocks:
-    """The blocks of a shape with a mechanism in the place of softmax, or with SDPA."""
+def make_blocks(shape: BlockShape, mechanism: str | None) -> Blocks:
+    """The blocks of a shape with a mechanism, `NAME:option=value,..`, in the place of softmax, or with SDPA."""
     width = shape.heads * shape.dim
     site = AttentionSite(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim, shape.dim**-0.5,
                          False, grid="patches")  # fmt: skip
     mixers: list[Mixer | None] = [None] * shape.blocks
     with torch.device(here()):
         if mechanism is not None:
-            own = resolve_options(mechanism, options or {})
-            mixers = [build_mixer(mechanism, site, own) for _ in range(shape.blocks)]
+            name, _, settings = mechanism.partition(":")
+            own = resolve_options(name, parse_settings(settings.split(",") if settings else []))
+            mixers = [build_mixer(name, site, own) for _ in range(shape.blocks)]
         blocks = Blocks(*(Block(shape, mixer) for mixer in mixers))
     for mixer in mixers:
         if mixer is not None:
@@ -111,8 +112,7 @@ WORKS = {"inference": inference, "training": training}
 
 def measure(shape: BlockShape, mechanism: str | None, compiled: bool) -> dict[str, Any]:
     """Inference and training of one contender, `mechanism:option=value,..` or SDPA; each compiled too on demand."""
-    name, _, settings = (mechanism or "").partition(":")
-    blocks = make_blocks(shape, name or None, parse_settings(settings.split(",") if settings else []))
+    blocks = make_blocks(shape, mechanism)
     x = block_inputs(shape)
     found = {work: attempt(partial(run, blocks, x)) for work, run in WORKS.items()}
     for work, run in WORKS.items() if compiled else ():

@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import platform
 import shutil
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from .errors import ResourceError, existing_folder
 from .extras import checkout, required, with_extra
 from .terminal.output import size
-from .terminal.progress import imports, progress
+from .terminal.progress import progress
 
 # What the extras are for, as docs/install.md says at length.
 PURPOSES = {
@@ -39,9 +38,6 @@ PURPOSES = {
 DEVELOPMENT = ("test",)
 # How long the Hub has to answer.
 SECONDS = 3
-# Nearly all of its time it imports packages, to see whether they are whole: about so many modules. To wait for the
-# Hub's answer is as long as to import so many others.
-MODULES, ANSWER = 4150, 200
 
 
 def examine() -> dict[str, Any]:
@@ -55,8 +51,11 @@ def examine() -> dict[str, Any]:
         raise ResourceError(
             "linearize runs from its sources, so what it needs is unknown. Install it: pip install -e ."
         ) from None
-    with progress("doctor", MODULES - len(sys.modules) + ANSWER) as advance, imports(advance):
-        packages = [_python(distribution.metadata["Requires-Python"]), *map(_package, required(distribution))]
+    needed, packages = [*required(distribution)], [_python(distribution.metadata["Requires-Python"])]
+    with progress("doctor", len(needed) + 1) as advance:
+        for requirement in needed:  # to see whether they are whole some are imported, which takes nearly all the time
+            packages.append(_package(requirement))
+            advance(1)
         cuda = _cuda()
         servers, lacking = _servers()
         found = {
@@ -71,7 +70,7 @@ def examine() -> dict[str, Any]:
             "hub": _hub(),
             "missing": [package["problem"] for package in packages if package["problem"]],
         }
-        advance(ANSWER)
+        advance(1)
     return found
 
 

@@ -81,7 +81,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_readme_names_every_mechanism_as_done_or_planned() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| (done|planned)\b", README, re.MULTILINE)
-    assert sorted(name for name, status in rows if status == "done") == mechanism_names()
+    assert sorted(name for name, status in rows if status == "done") == [*mechanism_names()]
 
 
 # ---------------------------------------------------------------- package
@@ -91,6 +91,7 @@ def expected_files() -> set[str]:
     """What the wheel must hold beside its metadata."""
     data = (*ROOT.glob("linearize/demo/model/*"), ROOT / "linearize/checkpoint/known_code.txt")
     data += (ROOT / "linearize/py.typed", *ROOT.glob("linearize/measure/task_files/*.yaml"))
+    data += (*ROOT.glob("linearize/*/card.md"), ROOT / "linearize/page/style.css")
     files = {name_of(path) for path in (*SOURCES, *RECIPES, *data)}
     return {re.sub(r"^(kernels|recipes)/", r"linearize_\1/", name) for name in files}
 

@@ -27,7 +27,7 @@ from linearize_kernels.sla.sla import op_of, sla
 from linearize_kernels.window.window import window as window_attention
 
 from ..errors import LinearizeError, did_you_mean
-from .case import OURS, Case, Run, Shape, random_qkv
+from .case import Case, Run, Shape, random_qkv
 
 # Tokens and heads of one long row, which few programs would walk along.
 LONG = tuple((T, H) for T in (16384, 131072) for H in (4, 8, 16))
@@ -192,13 +192,8 @@ class LA(Case):
         q, k, v = random_qkv(shape, device)
         return [normalize(q, dim=-1), normalize(k, dim=-1), v]
 
-    def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return la(*inputs, causal=shape.causal, backend=backend, precision="tf32")[0]
-
-    def peers(self, inputs: list[Tensor], shape: Shape, backend: str) -> dict[str, Run]:
-        if shape.dtype != "float32" or backend == "torch":
-            return {}
-        return {f"{OURS}, bf16x6": lambda: la(*inputs, causal=shape.causal, backend="triton", precision="bf16x6")[0]}
+    def op(self, inputs: list[Tensor], shape: Shape, backend: Any, precision: Precision = "tf32") -> Tensor:
+        return la(*inputs, causal=shape.causal, backend=backend, precision=precision)[0]
 
     def fla(self, inputs: list[Tensor], shape: Shape) -> dict[str, Run]:
         """Its kernel is b q.k, without the constant a; its products of fp32 are triton's default."""
@@ -334,16 +329,7 @@ class RetNet(Case):
     def inputs(self, shape: Shape, device: str) -> list[Tensor]:
         return random_qkv(shape, device)
 
-    def op(self, inputs: list[Tensor], shape: Shape, backend: Any) -> Tensor:
-        return self._run(inputs, shape, backend, "tf32")
-
-    def peers(self, inputs: list[Tensor], shape: Shape, backend: str) -> dict[str, Run]:
-        if shape.dtype != "float32" or backend == "torch":
-            return {}
-        return {f"{OURS}, bf16x6": lambda: self._run(inputs, shape, backend, "bf16x6")}
-
-    @staticmethod
-    def _run(inputs: list[Tensor], shape: Shape, backend: Any, precision: Precision) -> Tensor:
+    def op(self, inputs: list[Tensor], shape: Shape, backend: Any, precision: Precision = "tf32") -> Tensor:
         decay = log_decay(shape.Hkv, inputs[0].device)
         return retnet(*inputs, log_decay=decay, backend=backend, precision=precision)[0]
 

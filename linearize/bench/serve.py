@@ -21,6 +21,7 @@ from ..checkpoint.provenance import check_code
 from ..checkpoint.source import open_source
 from ..errors import Exit, LinearizeError
 from ..serve.start import is_installed
+from ..terminal.output import markdown_table
 
 
 class Load(NamedTuple):
@@ -168,22 +169,21 @@ def markdown(result: dict[str, Any]) -> str:
         f"{machine['device']}, vLLM {machine['vllm']}, torch {machine['torch']}; {result['steps']} decode steps "
         "after the last prompt.",
         "",
-        "| requests x tokens | model | " + " | ".join(title for _, title, _ in FIGURES) + " |",
-        "|---|---|" + "--:|" * len(FIGURES),
     ]
-    for load in result["loads"]:
-        for name, measured in models.items():
-            cells = [_beside(measured["loads"][load], first["loads"][load], *figure) for figure in FIGURES]
-            lines.append(f"| {load} | {Path(name).name} | {' | '.join(cells)} |")
-    titles = "| model | ready after | first request | tenth | sequences of 32,768 that fit |"
-    lines += ["", titles, "|---|--:|--:|--:|--:|"]
+    rows = [
+        (load, Path(name).name, *(_beside(one["loads"][load], first["loads"][load], *figure) for figure in FIGURES))
+        for load in result["loads"]
+        for name, one in models.items()
+    ]
+    lines += markdown_table(("requests x tokens", "model", *(title for _, title, _ in FIGURES)), rows)
+    ready = []
     for name, measured in models.items():
         fits, base = (one["fits"][str(HELD)] for one in (measured, first))
         share = "" if measured is first else f" ({fits / base:.2f}x)"
         first_ms, tenth_ms = (f"{measured[f'{which}_request_s'] * 1e3:.0f} ms" for which in ("first", "tenth"))
-        cells = [Path(name).name, f"{measured['start_s']:.0f} s", first_ms, tenth_ms, f"{fits:.0f}{share}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        ready.append((Path(name).name, f"{measured['start_s']:.0f} s", first_ms, tenth_ms, f"{fits:.0f}{share}"))
+    titles = ("model", "ready after", "first request", "tenth", "sequences of 32,768 that fit")
+    return "\n".join([*lines, "", *markdown_table(titles, ready)])
 
 
 def _beside(ours: dict[str, float], first: dict[str, float], name: str, title: str, tokens: bool) -> str:

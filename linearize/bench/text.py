@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import Cache, CompileConfig, DynamicCache, StaticCache
 
 from ..checkpoint.code import SourceClasses
@@ -35,38 +34,28 @@ from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import most_tokens, with_cache
 from .case import COMPILED
 from .kernels import attempt
-from .timing import allocated, beside_device, device_ms, faster, here, peak_mib, timed, wait, working_ms
+from .timing import allocated, beside_device, device_ms, faster, here, measured, peak_mib
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 128256,
-    "num_key_value_heads": 8, "max_position_embeddings": 131072,
-}  # fmt: skip
-# A model from scratch as papers have it, in the form of a Llama; their heads are fewer and wider.
-SCRATCH: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "vocab_size": 32000,
-    "num_hidden_layers": 24, "max_position_embeddings": 131072, "head_dim": 256, "tie_word_embeddings": False,
-}  # fmt: skip
-# What config.json of Llama 3.2 1B and 3B and of Llama 3.1 8B says; the models that the papers of GSA and SLA train;
+
+def llama(
+    words: int, hidden: int, inner: int, layers: int, heads: int, kv: int, dim: int, tied: bool = False
+) -> dict[str, Any]:
+    """config.json of a Llama of that size."""
+    sizes = {"vocab_size": words, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": dim}
+    known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    return {**known, **sizes, "max_position_embeddings": 131072, "tie_word_embeddings": tied}
+
+
+# What config.json of Llama 3.2 1B and 3B and of Llama 3.1 8B says; the models that the papers of GSA and SLA train from
+# scratch, in the form of a Llama, whose heads are fewer and wider;
 # Pythia 1.4B, for the 8,192 tokens that the paper of LA trains it with.
 SHAPES: dict[str, dict[str, Any]] = {
-    "1b": {
-        **LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "head_dim": 64, "tie_word_embeddings": True,
-    },
-    "3b": {
-        **LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "head_dim": 128, "tie_word_embeddings": True,
-    },
-    "8b": {
-        **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "head_dim": 128, "tie_word_embeddings": False,
-    },
-    "llama-1.3b": {
-        **SCRATCH, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 8, "num_key_value_heads": 8,
-    },
-    "llama-340m": {
-        **SCRATCH, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 4, "num_key_value_heads": 4,
-    },
+    "1b": llama(128256, 2048, 8192, 16, 32, 8, 64, tied=True),
+    "3b": llama(128256, 3072, 8192, 28, 24, 8, 128, tied=True),
+    "8b": llama(128256, 4096, 14336, 32, 32, 8, 128),
+    "llama-1.3b": llama(32000, 2048, 5632, 24, 8, 8, 256),
+    "llama-340m": llama(32000, 1024, 2816, 24, 4, 4, 256),
     "pythia-1.4b": {
         "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "dtype": "bfloat16", "vocab_size": 50304,
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -167,13 +156,12 @@ def training(model: Any, length: int, checkpointing: bool, compiled: bool = Fals
         model.zero_grad(set_to_none=True)
 
     try:
-        took = beside_device(timed(step, warm=2, least=3), device_ms(step))
-        peak = peak_mib(step, 0)
+        found = measured(step, 0, "tokens_s", batch * length)
     finally:
         model.zero_grad(set_to_none=True)
         set_checkpointing(model, False)
         model.eval()
-    return {"batch": batch, **took, "tokens_s": 1e3 * batch * length / took["ms"], "peak_mib": peak}
+    return {"batch": batch, **found}
 
 
 # ---------------------------------------------------------------- inference
@@ -187,9 +175,7 @@ def prefill(model: Any, context: int) -> dict[str, Any]:
     def run() -> None:
         model(ids, use_cache=True, logits_to_keep=1, **with_cache(model, DynamicCache(config=model.config)))
 
-    before = allocated()
-    took = beside_device(timed(run, warm=1, least=3), device_ms(run))
-    return {**took, "peak_mib": peak_mib(run, before)}
+    return measured(run, allocated())
 
 
 @torch.no_grad()
@@ -199,13 +185,14 @@ def decode(model: Any, context: int, batch: int, compiled: bool = False, static:
         torch.compiler.reset()  # earlier ones count: past a limit torch runs what it has not compiled
     before, run = allocated(), partial(generate, model, context, batch, compiled=compiled, static=static)
     peak = peak_mib(lambda: run(FIRST, Clock()), before)  # kernels are compiled, algorithms chosen
-    clock, profiled = Clock(), ProfiledClock()
+    clock = Clock()
     cache = run(TOKENS, clock)
-    if here() == "cuda":
-        run(TOKENS, profiled)
+    # What fills the cache is in both.
+    many, few = (device_ms(lambda count=count: run(count, Clock())) for count in (TOKENS, FIRST))  # type: ignore[misc]
+    device = None if many is None or few is None else (many - few) / (TOKENS - FIRST)
     steps = sorted(1e3 * (end - start) for start, end in pairwise(clock.times[FIRST:]))
     middle = {"ms": steps[len(steps) // 2], "low": steps[len(steps) // 4], "high": steps[3 * len(steps) // 4]}
-    took = beside_device(middle, profiled.device_ms())
+    took = beside_device(middle, device)
     return {**took, "tokens_s": 1e3 * batch / middle["ms"], "cache_mib": cache, "peak_mib": peak}
 
 
@@ -220,29 +207,6 @@ class Clock:
 
     def end(self) -> None:
         """Nothing is left to print."""
-
-
-class ProfiledClock(Clock):
-    """One that has the device watched from token FIRST on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.profile = profile(activities=[ProfilerActivity.CUDA])
-
-    def put(self, tokens: Tensor) -> None:
-        super().put(tokens)
-        if len(self.times) == FIRST + 1:
-            self.profile.start()
-
-    def end(self) -> None:
-        wait()
-        self.profile.stop()
-
-    def device_ms(self) -> float | None:
-        """ms in which the device works for a token; None where it was not watched."""
-        steps = len(self.times) - FIRST - 1
-        working = working_ms(self.profile.events()) if steps > 0 else None
-        return None if working is None else working / steps
 
 
 def generate(

@@ -121,6 +121,14 @@ def beside_device(took: dict[str, float], device: float | None) -> dict[str, Any
     return {**took, "device_ms": device, "device_waits": waits}
 
 
+def measured(run: Callable[[], Any], before: int, rate: str = "", count: int = 0) -> dict[str, Any]:
+    """A run's time, the device's part of it, its peak of memory beyond the bytes `before`, and by the name `rate` how
+    many of the `count` things in it are done in a second."""
+    took = beside_device(timed(run, warm=2, least=3), device_ms(run))
+    rates = {rate: 1e3 * count / took["ms"]} if rate else {}
+    return {**took, **rates, "peak_mib": peak_mib(run, before)}
+
+
 def faster(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """`faster`: how many times as fast ours is as the other; nothing for ours itself, and where one failed."""
     both = "ms" in ours and "ms" in other and ours["name"] != other["name"]

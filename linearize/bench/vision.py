@@ -28,7 +28,7 @@ from ..train.save import meta_model
 from ..verify.child.inputs import make_inputs
 from .kernels import attempt
 from .text import Tell
-from .timing import allocated, beside_device, device_ms, faster, here, peak_mib, timed
+from .timing import allocated, faster, here, measured
 
 DEIT: dict[str, Any] = {
     "model_type": "deit", "architectures": ["DeiTForImageClassification"], "dtype": "bfloat16", "num_hidden_layers": 12,
@@ -150,8 +150,7 @@ def sdpa(mixer: Any, prefix: str, softmax: Any, module: Any, *inputs: Any, **pla
 @torch.no_grad()
 def inference(model: Any, images: Tensor) -> dict[str, Any]:
     """Images per second of one pass, and the peak of memory beside the weights."""
-    before = allocated() - images.nbytes
-    return measured(lambda: model(images), images, before)
+    return measured(lambda: model(images), allocated() - images.nbytes, "images_s", len(images))
 
 
 def compiled_inference(model: Any, images: Tensor) -> dict[str, Any]:
@@ -169,12 +168,7 @@ def training(model: Any, images: Tensor) -> dict[str, Any]:
 
     model.train()
     try:
-        return measured(step, images, 0)
+        return measured(step, 0, "images_s", len(images))
     finally:
         model.zero_grad(set_to_none=True)
         model.eval()
-
-
-def measured(run: Callable[[], Any], images: Tensor, before: int) -> dict[str, Any]:
-    took = beside_device(timed(run, warm=2, least=3), device_ms(run))
-    return {**took, "images_s": 1e3 * len(images) / took["ms"], "peak_mib": peak_mib(run, before)}

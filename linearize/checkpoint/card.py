@@ -21,47 +21,15 @@ from ..plan.mechanisms import to_settings
 from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
-from ..terminal.output import layers_named, markdown_table, nats
-from ..terminal.tables import evaluation_figures, row_name, task_rows
+from ..terminal.output import layers_named, markdown_table
+from ..terminal.tables import evaluation_figures, position_rows, row_name, task_rows
 from ..train.device import on_cpu
 from .carried import is_licence, sentence_files
 from .code import auto_names
 from .source import read_json
 from .tokenizer import FILE as TOKENIZER
 
-CARD = """---
-{metadata}
----
-
-# {name} with {mechanisms} attention
-
-{base} with its softmax attention replaced by {mechanisms} in {layers}{kept}.
-Written by linearize {version}. {training}
-
-```python
-from transformers import {imports}
-
-{place}
-{processor} = {loader}.from_pretrained(name{trust})
-model = {auto}.from_pretrained(name, trust_remote_code=True)
-{adapter}```
-{sentences}
-`trust_remote_code=True` loads the Python files of this folder. Only torch and transformers >= 5.17 are needed.
-
-- `modeling_linearized.py` names the classes; `config.json` says which layers have which mechanism.
-- The other files are the mechanisms and what they share, as linearize has them; `linearize verify` tells whether they
-  are unchanged. A file named after a mechanism reads like its paper.
-
-PEFT's defaults leave out the projections of the mechanism. `LoraConfig(target_modules="all-linear")` adapts those, the
-projections of attention (q, k, v, o), and the MLP.
-
-| | |
-|---|---|
-| source | `{source}`{revision} |
-| architecture | {architecture} |
-| new parameters | {new_parameters:,} |
-{decoding}| options | {options} |
-{notes}{results}"""
+CARD = Path(__file__).with_name("card.md").read_text("utf-8").removesuffix("\n")
 
 PICTURES = "pictures"  # the folder beside the card
 PLACE = 'name = "."  # the folder with these files'
@@ -306,11 +274,8 @@ def by_position(found: dict[str, Any] | None) -> list[str]:
     if not found or not found["blocks"]:
         return []
     lines = ["", f"Trained on rows of {found['trained_length']:,} tokens. By position in longer texts:", ""]
-    rows = []
-    for row in found["blocks"]:
-        figures = (f"{row[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
-        rows.append((f"{row['from']:,} to {row['to']:,}", *figures, nats(row["kl"])))
-    return lines + markdown_table(("tokens", "perplexity", "teacher", "x teacher", "KL, nats a token"), rows)
+    columns = ("tokens", "perplexity", "teacher", "x teacher", "KL, nats a token")
+    return lines + markdown_table(columns, position_rows(found["blocks"], ".4g"))
 
 
 def _count(tokens: int | None) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -28,14 +27,14 @@ from ..data.packing import MaskedBlocks, TextSource, build_blocks
 from ..errors import IncompatibleError, LinearizeError, reason_of
 from ..measure.evaluate import check_finite, feature_error
 from ..measure.generate import device_memory, load_tokenizer, watch_tokens
-from ..measure.positions import long_rows, longest_text
+from ..measure.positions import figures, long_rows, longest_text, pair_sums
 from ..measure.recall import Row, Writer
 from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl, leaves_one, named
 from ..plan.plan import Plan, Step
 from ..probe.trace import quiet
 from ..terminal.output import counted, layers_named, ranges
 from ..terminal.progress import Advance, progress, silent
-from ..train.losses import IGNORED, cross_entropy, logit_kl, next_token_targets
+from ..train.losses import IGNORED, next_token_targets
 from ..train.predictions import apart
 from ..train.runtime import Say
 from ..verify.child.inputs import most_tokens
@@ -343,26 +342,24 @@ def window_costs(
     mixers, reach = mixture.local, window["window"] + window["sink"]
     found: list[dict[str, dict[str, float]]] = [{} for _ in sets]
     for kind, batches in rows.items():
-        sums, count = torch.zeros(len(sets) + 1, 2, dtype=torch.float64), 0
+        sums, count = torch.zeros(len(sets), 3, dtype=torch.float64), 0
         for batch in batches:
             last = min(BATCH_TOKENS, batch["input_ids"].shape[1] - reach)
             wanted = next_token_targets(batch["input_ids"]).masked_fill(~batch["asked"], IGNORED)[:, -last:]
             theirs = mixture.teacher(batch, last)
-            sums[-1, 0] += float(cross_entropy(theirs, wanted, num_tokens=1.0))
             advance(batch["input_ids"].numel())
             for number, layers in enumerate(sets):
                 mixture.local = {layer: mixers[layer] for layer in layers}
                 ours = mixture.logits(batch, mixture.hybrid(mixture.layers), last)
-                kl = logit_kl(ours, theirs, wanted != IGNORED, num_tokens=1.0)
-                sums[number] += torch.stack([cross_entropy(ours, wanted, num_tokens=1.0), kl]).double().cpu()
+                sums[number] += pair_sums(ours, theirs, wanted)
                 advance(batch["input_ids"].numel())
             count += int((wanted != IGNORED).sum())
         if not count:
             continue
-        length, means = batches[0]["input_ids"].shape[1], (sums / count).tolist()
-        for costs, (loss, kl) in zip(found, means, strict=False):
-            ppl = [math.exp(min(one, 700.0)) for one in (means[-1][0], loss)]
-            costs[kind] = {"length": length, "tokens": count, "source_ppl": ppl[0], "ppl": ppl[1], "kl": kl}
+        for costs, row in zip(found, sums, strict=True):
+            one, length = figures(row, count), batches[0]["input_ids"].shape[1]
+            costs[kind] = {"length": length, "tokens": count, "source_ppl": one["teacher_ppl"]}
+            costs[kind] |= {"ppl": one["student_ppl"], "kl": one["kl"]}
     mixture.local = mixers
     return found
 

@@ -12,7 +12,7 @@ import typer
 from ..terminal.arguments import Overrides, Revision, Trust, check_base, path, split_values
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, finite, print_json, say, show
-from ..terminal.progress import TORCH, starting
+from ..terminal.progress import starting
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory.")
 
@@ -45,7 +45,7 @@ def bench_kernels(
 
     Each row is printed on stderr when it is measured, and the tables on stdout at the end.
     """
-    with starting(TORCH):
+    with starting():
         from ..bench.kernels import bench_kernels as measure
         from ..bench.kernels import failures
         from ..bench.report import markdown

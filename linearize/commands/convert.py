@@ -225,32 +225,20 @@ def name_of(plan: Any) -> str:
     return f"{Path(done.folder).name}-{min(new, default='more-softmax')}"
 
 
-# Options of this command that are values of a recipe, by their names there.
-OF_RECIPE = {
-    "to": "convert.mechanism",
-    "layers": "convert.layers",
-    "keep_softmax": "convert.keep_softmax",
-    "keep_heads": "convert.keep_heads",
-    "kept_window": "convert.kept_window",
-    "score_by": "convert.score_by",
-    "allow_drop": "convert.allow_drop",
-    "copy": "convert.copy_weights",
-    "dtype": "model.dtype",
-    "revision": "model.revision",
-    "trust_remote_code": "model.trust_remote_code",
-}
-
-
 def asked_recipe(context: typer.Context, recipe: str, values: list[str]) -> Any:
     """A recipe with the values that were given, and with the options of the command line, which come last.
 
     Raises LinearizeError (exit 2) for a recipe that converts nothing, or starts from a random model.
     """
     from ..diffusion.recipe import load_either
+    from ..job.source import KEYS
     from ..recipe.models import Scratch
 
     given = list(values)
-    for name, key in OF_RECIPE.items():
+    keys = {option.replace("-", "_"): f"convert.{key}" for option, key in KEYS.items()}
+    keys |= {"copy": "convert.copy_weights"}
+    keys |= {name: f"model.{name}" for name in ("dtype", "revision", "trust_remote_code")}
+    for name, key in keys.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             value = context.params[name]

@@ -313,12 +313,10 @@ def _evaluate_latents(
     own = ["convert=null", f"model.base={json.dumps(student)}", f"model.trust_remote_code={json.dumps(trust)}"]
     result, png = story.evaluate(load_latents_recipe(recipe, [*overrides, *own]))
     prediction_table(result["predictions"])
-    if output is not None and drawn is not None:
-        write_result(output, json.dumps(finite(result)) + "\n")
+    if drawn is not None:
         write_result(drawn, png)
-        say(f"wrote {output} and {drawn}: samples of the student, and of the teacher below")
-    if as_json:
-        print_json(result)
+        say(f"wrote {drawn}: samples of the student, and of the teacher below")
+    _write(result, output, as_json)
 
 
 def comparison_table(result: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import typer
 from ..terminal.arguments import path
 from ..terminal.arguments import run as of_run
 from ..terminal.output import Json, print_json, say
-from ..terminal.progress import TORCH, starting
+from ..terminal.progress import starting
 
 
 def report(
@@ -27,7 +27,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write one HTML page about a run: layers, losses, fidelity, needles, memory, samples, cost, recipe."""
-    with starting(TORCH):
+    with starting():
         from ..checkpoint.atomic import check_result, write_result
         from ..page.html import BEGINS
         from ..page.record import read_run, whole

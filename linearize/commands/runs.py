@@ -10,7 +10,7 @@ import typer
 from ..errors import check_runs
 from ..terminal.arguments import path, run
 from ..terminal.output import Json, layers_named, percent, print_json, say, short
-from ..terminal.progress import TORCH, starting
+from ..terminal.progress import starting
 from ..terminal.tables import asked_for, results, table
 
 
@@ -20,7 +20,7 @@ def runs(
 ) -> None:
     """List runs of finetune, the newest first: how far each is, and how near its teacher."""
     check_runs(folder)
-    with starting(TORCH):
+    with starting():
         from ..page.compare import list_runs
 
     found = list_runs(folder)
@@ -43,7 +43,7 @@ def compare(
 ) -> None:
     """Compare runs and models: perplexity and KL against the teacher, needles and state. Name a teacher, too, for its
     own needles and cache."""
-    with starting(TORCH):
+    with starting():
         from ..checkpoint.atomic import check_result, write_result
         from ..page.compare import columns, compare_page, figures, labels, notes, notes_below, read_rows, table_rows
         from ..page.html import BEGINS

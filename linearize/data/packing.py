@@ -194,17 +194,14 @@ class BlockOrder:
         epoch, position = divmod(k, self.n_blocks)
         return int(_permutation(self.n_blocks, self.seed, epoch)[position // self.repeats])
 
-    def batch(self, step: int, micro: int, rank: int, world: int, per_device: int, accumulate: int) -> list[int]:
-        """The `per_device` blocks of micro batch `micro` (< accumulate) of a rank.
+    @staticmethod
+    def samples(step: int, micro: int, rank: int, world: int, per_device: int, accumulate: int) -> range:
+        """The places in the stream of the `per_device` samples of micro batch `micro` (< accumulate) of a rank: what is
+        random about a sample depends on its place.
 
         Step s owns the samples [s * G, (s + 1) * G), G = per_device * accumulate * world: while G stays the
         same, a step sees the same blocks however they are divided.
         """
-        return [self.block(k) for k in self.samples(step, micro, rank, world, per_device, accumulate)]
-
-    @staticmethod
-    def samples(step: int, micro: int, rank: int, world: int, per_device: int, accumulate: int) -> range:
-        """The places of these blocks in the stream: what is random about a sample depends on its place."""
         micro_batch = (step * accumulate + micro) * world + rank
         return range(micro_batch * per_device, (micro_batch + 1) * per_device)
 
@@ -341,10 +338,7 @@ class _Writer:
         if chosen is None:
             self.bins.append(chosen := _Bin(self.seq_len))
         chosen.add(words)
-        if self.alone:
-            self._write(self._padded(self.bins.pop()))
-            return
-        if len(self.bins) > _OPEN_BINS or chosen.room == 0:
+        if self.alone or len(self.bins) > _OPEN_BINS or chosen.room == 0:
             fullest = min(range(len(self.bins)), key=lambda i: self.bins[i].room)
             self._write(self._padded(self.bins.pop(fullest)))
 

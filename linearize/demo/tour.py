@@ -42,21 +42,12 @@ SETTINGS = (
 
 # Runs where linearize cannot be imported: one model after the other, a JSON line per piece of text.
 WRITE = """
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 folders, prompt, count = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
-class Stream:
-    def __init__(self, who, tokenizer):
-        self.who, self.tokenizer, self.ids, self.written = who, tokenizer, [], ""
-
-    def put(self, ids):
-        self.ids += ids.flatten().tolist()
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        print(json.dumps({"who": self.who, "text": text[len(self.written):]}), flush=True)
-        self.written = text
-
-    def end(self):
-        pass
+class Stream(TextStreamer):
+    def on_finalized_text(self, text, stream_end=False):
+        print(json.dumps({"who": who, "text": text}), flush=True)
 
 for who, folder in folders.items():
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
@@ -64,7 +55,7 @@ for who, folder in folders.items():
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     style = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.15}
-    model.generate(**inputs, max_new_tokens=count, streamer=Stream(who, tokenizer), **style)
+    model.generate(**inputs, max_new_tokens=count, streamer=Stream(tokenizer, skip_special_tokens=True), **style)
 """
 
 

@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -300,9 +301,10 @@ def data_of(recipe: DiffusionRecipe, model: Any, folder: Path) -> tuple[Data, Da
     """The latents of training, those that predictions are compared on, and what makes images of latents, where there
     is a VAE."""
     vae = component(folder, "vae", surgery.load_diffusers(folder))
-    data = read_data(recipe.data.train, recipe.folder, model, encoder(vae))
+    encoder, decoder = (None, None) if vae is None else (partial(encode, vae), partial(decode, vae))
+    data = read_data(recipe.data.train, recipe.folder, model, encoder)
     held = recipe.data.eval
-    return data, data if held is None else read_data(held, recipe.folder, model, encoder(vae)), decoder(vae)
+    return data, data if held is None else read_data(held, recipe.folder, model, encoder), decoder
 
 
 def scales(vae: Any) -> tuple[Any, Any]:
@@ -313,34 +315,22 @@ def scales(vae: Any) -> tuple[Any, Any]:
     return getattr(vae.config, "shift_factor", None) or 0.0, 1 / (getattr(vae.config, "scaling_factor", None) or 1.0)
 
 
-def encoder(vae: Any) -> Callable[[Tensor], Tensor] | None:
-    """Images [B,3,height,width] -> latents as the transformer takes them; None without a VAE."""
-    if vae is None:
-        return None
-    film = hasattr(vae.config, "latents_mean") and vae.config.latents_mean is not None
-
-    @torch.no_grad()
-    def encode(images: Tensor) -> Tensor:
-        found = vae.encode(images[:, :, None] if film else images)
-        latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
-        mean, std = scales(vae)
-        return (latents - mean) / std
-
-    return encode
+@torch.no_grad()
+def encode(vae: Any, images: Tensor) -> Tensor:
+    """Images [B,3,height,width] -> latents as the transformer takes them."""
+    film = getattr(vae.config, "latents_mean", None) is not None
+    found = vae.encode(images[:, :, None] if film else images)
+    latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+    mean, std = scales(vae)
+    return (latents - mean) / std
 
 
-def decoder(vae: Any) -> Decode | None:
-    """The inverse of `encoder`."""
-    if vae is None:
-        return None
-
-    @torch.no_grad()
-    def decode(latents: Tensor) -> Tensor:
-        mean, std = scales(vae)
-        images: Tensor = vae.decode(latents.float().cpu() * std + mean).sample
-        return images
-
-    return decode
+@torch.no_grad()
+def decode(vae: Any, latents: Tensor) -> Tensor:
+    """The inverse of `encode`."""
+    mean, std = scales(vae)
+    images: Tensor = vae.decode(latents.float().cpu() * std + mean).sample
+    return images
 
 
 # ---------------------------------------------------------------- what is saved

@@ -38,22 +38,7 @@ SHARD = STEM + "-{:05d}-of-{:05d}.safetensors"
 # Files of numbers, which may be links to the source's; small files are copied, for people edit them.
 WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".pt", ".pth", ".ckpt", ".gguf", ".h5")
 
-CARD = """---
-{metadata}
----
-
-# {name} with {mechanisms} attention
-
-`{name}` with the self-attention of its {architecture} replaced by {mechanisms} in {layers}{kept}.
-Written by linearize {version}. {untrained}
-
-```python
-{loading}
-```
-
-`trust_remote_code=True` loads the Python file that holds the mechanism. Only diffusers, torch and
-transformers >= 5.17 are needed. {new_parameters:,} new parameters; options {options}.
-{notes}"""
+CARD = Path(__file__).with_name("card.md").read_text("utf-8").removesuffix("\n")
 PIPELINE = f"""from diffusers import DiffusionPipeline
 
 {PLACE}

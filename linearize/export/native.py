@@ -17,17 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.atomic import check_output, output_folder
-from ..checkpoint.carried import carried_files, check_carried, is_read
-from ..checkpoint.manifest import is_linearized
-from ..checkpoint.provenance import behind, check_code, open_config
-from ..checkpoint.source import open_source
-from ..convert import separate
-from ..errors import Exit, LinearizeError, did_you_mean, quoted
+from ..checkpoint.atomic import output_folder
+from ..errors import Exit, LinearizeError, did_you_mean
 from ..train.save import load_converted
 from ..verify.tolerances import NATIVE
 from . import granitemoehybrid, qwen3_5, to_gguf
-from .to_onnx import proof_rows, silent
+from .to_onnx import open_converted, proof_rows, silent
 
 # The largest shard that is written.
 SHARD = 5 * 10**9
@@ -78,25 +73,12 @@ def export_native(
     """
     if form not in CHOICES:
         raise LinearizeError(f"--as {form}: choose {', '.join(CHOICES)}.{did_you_mean(form, CHOICES)}")
-    source = open_source(model, revision)
-    if not is_linearized(source.folder):
-        raise LinearizeError(f"{model} is not linearized. Engines take it as it is", Exit.INCOMPATIBLE)
-    if not separate(source.folder, output):
-        raise LinearizeError(f"{output} and the model {source.folder} must be separate folders. Choose another -o")
-    check_output(output, overwrite=False)
-    plan = check_code(source.folder, trust_remote_code)
-    check_carried(source.folder)
-    version = behind(source.folder, plan)
-    if version is not None:
-        way = f"Bring it to this version first: linearize upgrade {quoted(model)}"
-        raise LinearizeError(f"{model} has the code of linearize {version}. {way}", Exit.INCOMPATIBLE)
-    config = open_config(source.folder)
+    folder, plan, config, carried = open_converted(model, output, revision, trust_remote_code)
     chosen = choose("auto" if form in to_gguf.FORMS else form, config, model)
     written = chosen.config(config)
     if form in to_gguf.FORMS:
-        to_gguf.check(chosen.name, written, source.folder, model)
-    carried = [path for path in carried_files(source.folder) if path.parent == source.folder and is_read(path)]
-    loaded = load_converted(source.folder, torch.float32, trust_remote_code).eval()
+        to_gguf.check(chosen.name, written, folder, model)
+    loaded = load_converted(folder, torch.float32, trust_remote_code).eval()
     # A tied head has the same storage; formats that tie leave it out.
     weights = {name: tensor.detach() for name, tensor in loaded.state_dict().items()}
     with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
@@ -109,7 +91,7 @@ def export_native(
         if form in to_gguf.FORMS:
             (work / "config.json").unlink()
             dtype = to_gguf.FORMS[form]
-            to_gguf.write(work / to_gguf.FILE, chosen.name, written, tensors, source.folder, dtype)
+            to_gguf.write(work / to_gguf.FILE, chosen.name, written, tensors, folder, dtype)
             return Exported(output, form, {}, (Engine("llama.cpp", True, "0.5 and later, and what is built on it"),))
         save(work, tensors, plan.dtype, chosen.precise)
         for path in carried:

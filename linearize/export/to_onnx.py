@@ -23,6 +23,7 @@ from ..checkpoint.provenance import behind, check_code, open_config
 from ..checkpoint.source import open_source
 from ..convert import separate
 from ..errors import Exit, LinearizeError, os_error, quoted, reason_of
+from ..plan.plan import Plan
 from ..probe.trace import quiet
 from ..train.save import load_converted
 from ..verify.child.inputs import proof_length
@@ -53,26 +54,9 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
     Raises LinearizeError: 2 where `output` is in the way, 3 for a model that does not fit, 4 without onnx, for disk and
     memory, 5 for the Hub, 6 where the graph computes something else.
     """
-    source = open_source(model, revision)
-    if not is_linearized(source.folder):
-        raise LinearizeError(f"{model} is not linearized. Export it without linearize", Exit.INCOMPATIBLE)
-    if not separate(source.folder, output):
-        raise LinearizeError(f"{output} and the model {source.folder} must be separate folders. Choose another -o")
-    check_output(output, overwrite=False)
-    plan = check_code(source.folder, trust_remote_code)
-    check_carried(source.folder)
-    version = behind(source.folder, plan)
-    if version is not None:
-        way = f"Bring it to this version first: linearize upgrade {quoted(model)}"
-        if plan_of_resaved(source.folder):
-            way = "transformers saved it without linearize.json: linearize finetune and push write it in this version"
-        message = f"{model} has the code of linearize {version}. {way}"
-        raise LinearizeError(message, Exit.INCOMPATIBLE)
-    config = open_config(source.folder)
-    # Before anything is computed, for links that lead elsewhere are refused.
-    carried = [path for path in carried_files(source.folder) if path.parent == source.folder and is_read(path)]
+    folder, _, config, carried = open_converted(model, output, revision, trust_remote_code)
     check(config, model)
-    loaded = load_converted(source.folder, torch.float32, trust_remote_code).eval()
+    loaded = load_converted(folder, torch.float32, trust_remote_code).eval()
     with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
         rows = proof_rows(config.get_text_config())
         expected = [loaded(input_ids=row[None], use_cache=False).logits[0] for row in rows]
@@ -90,6 +74,31 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
         for path in carried:
             shutil.copyfile(path, work / path.name)
     return output / FILE
+
+
+def open_converted(
+    model: str, output: Path, revision: str | None, trust_remote_code: bool
+) -> tuple[Path, Plan, Any, list[Path]]:
+    """The folder of a converted model that is to be exported to `output`, its plan and config, and the files of its
+    tokenizer. Raises LinearizeError: 2 where `output` is in the way, 3 for what linearize did not write, 5 for the Hub.
+    """
+    folder = open_source(model, revision).folder
+    if not is_linearized(folder):
+        raise LinearizeError(f"{model} is not linearized, and can be used without an export", Exit.INCOMPATIBLE)
+    if not separate(folder, output):
+        raise LinearizeError(f"{output} and the model {folder} must be separate folders. Choose another -o")
+    check_output(output, overwrite=False)
+    plan = check_code(folder, trust_remote_code)
+    check_carried(folder)
+    version = behind(folder, plan)
+    if version is not None:
+        way = f"Bring it to this version first: linearize upgrade {quoted(model)}"
+        if plan_of_resaved(folder):
+            way = "transformers saved it without linearize.json: linearize finetune and push write it in this version"
+        raise LinearizeError(f"{model} has the code of linearize {version}. {way}", Exit.INCOMPATIBLE)
+    # Before anything is computed, for links that lead elsewhere are refused.
+    carried = [path for path in carried_files(folder) if path.parent == folder and is_read(path)]
+    return folder, plan, open_config(folder), carried
 
 
 def check(config: Any, name: str) -> None:

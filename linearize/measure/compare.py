@@ -25,14 +25,14 @@ from ..recipe.models import Eval
 from ..recipe.recipe import Recipe, load_recipe
 from ..terminal.progress import Advance, progress, silent
 from ..train.chunked_head import logits_of, stretches
-from ..train.losses import IGNORED, cross_entropy, logit_kl
+from ..train.losses import IGNORED
 from ..train.runtime import to_source
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import cache_of, most_tokens
 from .evaluate import check_finite, sample_count
 from .free_generation import beginnings, compare_answers, free_generation, questions, steps_of
 from .generate import Loaded, device_memory
-from .positions import TRAINED_LENGTH, longest_text, positions, reader, warning_of
+from .positions import TRAINED_LENGTH, figures, longest_text, pair_sums, positions, reader, warning_of
 from .recall import Writer, rows_of, score
 
 TASKS = ("recall", "needle")
@@ -221,7 +221,7 @@ def predictions(
     of tokens that are done. `read` counts what `finetune` counts, `tokens` what was predicted: all but the first token
     of each piece of a document in a block.
     """
-    sums, count = torch.zeros(4, dtype=torch.float64), 0
+    sums, count, same = torch.zeros(3, dtype=torch.float64), 0, 0
     number, size = sample_count(blocks, max_tokens), max(1, batch_tokens // blocks.seq_len)
     for start in range(0, number, size):
         batch = collate([blocks[i] for i in range(start, min(start + size, number))], student.device)
@@ -230,24 +230,13 @@ def predictions(
         readers = [logits_of(model, batch, contextlib.nullcontext, parts) for model in (student, teacher)]
         for part in parts:
             wanted = whole[:, part]
-            asked = wanted != IGNORED
             ours, theirs = (read(part) for read in readers)
-            losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]
-            kl = logit_kl(ours, theirs, asked, num_tokens=1.0)
-            same = ((ours.argmax(-1) == theirs.argmax(-1)) & asked).sum()
-            sums += torch.stack([*losses, kl, same]).double().cpu()
+            sums += pair_sums(ours, theirs, wanted)
+            same += int(((ours.argmax(-1) == theirs.argmax(-1)) & (wanted != IGNORED)).sum())
         count += int((whole != IGNORED).sum())
         advance(2 * whole.numel())
-    student_loss, teacher_loss, kl, same = (sums / max(count, 1)).tolist()
-    return {
-        "read": number * blocks.seq_len,
-        "tokens": count,
-        "student_ppl": math.exp(min(student_loss, 700.0)),
-        "teacher_ppl": math.exp(min(teacher_loss, 700.0)),
-        "ppl_ratio": math.exp(min(student_loss - teacher_loss, 700.0)),
-        "kl": kl,
-        "top1_agreement": same,
-    }
+    found = {"read": number * blocks.seq_len, "tokens": count, **figures(sums, count)}
+    return found | {"top1_agreement": same / max(count, 1)}
 
 
 @torch.no_grad()

@@ -113,16 +113,10 @@ def compare_embeddings(
             for some in (asks, answers):
                 vectors[who].append(embed(model, tokenizer, some, pooling, length, batch_tokens))
                 advance(len(some))
-    similar = {who: [own @ own.T for own in found] for who, found in vectors.items()}
-    pairs = torch.triu_indices(len(rows), len(rows), 1)
-    rank = [
-        spearman(mine[pairs[0], pairs[1]], other[pairs[0], pairs[1]])
-        for mine, other in zip(similar["student"], similar["teacher"], strict=True)
-    ]
-    cosine = [float((mine * other).sum(1).mean()) for mine, other in zip(*vectors.values(), strict=True)]
     result: dict[str, Any] = {"kind": "embeddings", "data": str(text), "passages": len(rows), "pooling": pooling}
-    result |= {"longest": length, "pairs": pairs.shape[1], "spearman_sentences": rank[0], "spearman_passages": rank[1]}
-    result |= {"cosine_sentences": cosine[0], "cosine_passages": cosine[1]}
+    result["longest"] = length
+    for what, mine, other in zip(("sentences", "passages"), vectors["student"], vectors["teacher"], strict=True):
+        result |= likeness(mine, other, what)
     order = {
         who: (found[0] @ found[1].T).argsort(dim=1, descending=True, stable=True) for who, found in vectors.items()
     }
@@ -154,19 +148,23 @@ def compare_images(student: Opened, teacher: Opened, found: Labelled, most: int)
                     parts.append(pooled(forward(model, batch), None, pooling).cpu())
                     advance(len(parts[-1]))
             vectors[who] = F.normalize(torch.cat(parts), dim=-1)
-    similar = {who: own @ own.T for who, own in vectors.items()}
-    pairs = torch.triu_indices(count, count, 1)
-    rank = spearman(*(one[pairs[0], pairs[1]] for one in similar.values()))
-    nearest = {who: one.fill_diagonal_(-2.0).argmax(1).tolist() for who, one in similar.items()}
+    nearest = {who: (own @ own.T).fill_diagonal_(-2.0).argmax(1).tolist() for who, own in vectors.items()}
     result: dict[str, Any] = {"kind": "embeddings", "data": found.where, "images": count, "pooling": pooling}
-    result |= {"pairs": pairs.shape[1], "spearman_images": rank}
-    result["cosine_images"] = float((vectors["student"] * vectors["teacher"]).sum(1).mean())
+    result |= likeness(vectors["student"], vectors["teacher"], "images")
     result["same_answer"] = _share(a == b for a, b in zip(*nearest.values(), strict=True))
     classes = [found.labels[number] for number in chosen]
     if None not in classes and len({*classes}) > 1:
         for who, others in nearest.items():
             result[f"{who}_nearest_class"] = _share(own == classes[n] for own, n in zip(classes, others, strict=True))
     return result
+
+
+def likeness(ours: Tensor, theirs: Tensor, what: str) -> dict[str, Any]:
+    """How alike two encoders' vectors [N,D] of length 1 are: how they order all pairs, and each with its own other."""
+    pairs = torch.triu_indices(len(ours), len(ours), 1)
+    rank = spearman(*((own @ own.T)[pairs[0], pairs[1]] for own in (ours, theirs)))
+    cosine = float((ours * theirs).sum(1).mean())
+    return {"pairs": pairs.shape[1], f"spearman_{what}": rank, f"cosine_{what}": cosine}
 
 
 def _share(hits: Iterable[bool]) -> float:

@@ -103,26 +103,25 @@ def by_position(
             ids, wanted = part[:, start : start + step], following[:, start : start + step]
             ours, caches[0] = student(ids, caches[0])
             theirs, caches[1] = teacher(ids, caches[1])
-            losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]
-            kl = logit_kl(*shared(ours, theirs), wanted != IGNORED, num_tokens=1.0)
-            sums[block] += torch.stack([*losses, kl]).double().cpu()
+            sums[block] += pair_sums(ours, theirs, wanted)
             counts[block] += int((wanted != IGNORED).sum())
             advance(ids.numel())
-    found = []
-    for begin, end, count, row in zip(edges, edges[1:], counts, sums.tolist(), strict=False):
-        ours, theirs, kl = (value / count for value in row)
-        found.append(
-            {
-                "from": begin,
-                "to": end,
-                "tokens": count,
-                "student_ppl": math.exp(min(ours, 700.0)),
-                "teacher_ppl": math.exp(min(theirs, 700.0)),
-                "ppl_ratio": math.exp(min(ours - theirs, 700.0)),
-                "kl": kl,
-            }
-        )
-    return found
+    rows_of = zip(edges, edges[1:], counts, sums, strict=False)
+    return [{"from": start, "to": end, "tokens": count, **figures(row, count)} for start, end, count, row in rows_of]
+
+
+def pair_sums(ours: Tensor, theirs: Tensor, wanted: Tensor) -> Tensor:
+    """Over the targets of some tokens the sums of student's and teacher's losses, and of KL: float64 [3] on the CPU."""
+    losses = [cross_entropy(logits, wanted, num_tokens=1.0) for logits in (ours, theirs)]
+    kl = logit_kl(*shared(ours, theirs), wanted != IGNORED, num_tokens=1.0)
+    return torch.stack([*losses, kl]).double().cpu()
+
+
+def figures(sums: Tensor, count: int) -> dict[str, float]:
+    """Both perplexities, at most 1e304, their ratio, and KL in nats a token, of `pair_sums` over `count` targets."""
+    ours, theirs, kl = (sums / max(count, 1)).tolist()
+    ppl = {"student_ppl": ours, "teacher_ppl": theirs, "ppl_ratio": ours - theirs}
+    return {name: math.exp(min(loss, 700.0)) for name, loss in ppl.items()} | {"kl": kl}
 
 
 def positions(

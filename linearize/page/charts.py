@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from ..terminal.output import size
+from ..terminal.output import short, size
 from .drawing import Dot, Drawing, Line, Point, Shape, Text
 
 WIDTH = 760.0
@@ -20,13 +20,7 @@ def number(value: float, digits: int = 3) -> str:
     """A number for people, in so many digits: 0.0031, 12.5, 20M."""
     if value == 0:
         return "0"
-    if abs(value) < 999.5:
-        return f"{value:.{digits}g}" if abs(value) >= 1e-3 else f"{value:.{digits - 2}e}".replace("e-0", "e-")
-    for unit in ("k", "M", "B"):
-        value /= 1000
-        if abs(value) < 999.5:
-            return f"{value:.{digits}g}{unit}"
-    return f"{value / 1000:.{digits}g}T"
+    return short(value, digits) if abs(value) >= 1e-3 else f"{value:.{digits - 2}e}".replace("e-0", "e-")
 
 
 @dataclasses.dataclass(frozen=True)

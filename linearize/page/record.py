@@ -60,16 +60,24 @@ class RunRecord:
         """What the run counts: images or tokens."""
         return unit_of((self.values.get("data") or {}).get("train"))
 
+    def of_teacher(self, key: str) -> float | None:
+        """A figure of the teacher on held-out data, as the run began."""
+        return next((entry.get(f"eval_{key}") for entry in self.entries if entry["stage"] == "teacher"), None)
+
+    def of_student(self, key: str) -> float | None:
+        """The same figure of the run's last evaluation that has it."""
+        curve = self.curve(f"eval_{key}")
+        return curve[-1][1] if curve else None
+
     @property
     def teacher_accuracy(self) -> float | None:
-        """The share of held-out targets that the teacher put first, as the run began."""
-        return next((entry.get("eval_accuracy") for entry in self.entries if entry["stage"] == "teacher"), None)
+        """The share of held-out targets that the teacher put first."""
+        return self.of_teacher("accuracy")
 
     @property
     def accuracy(self) -> float | None:
-        """That of the run's last evaluation."""
-        curve = self.curve("eval_accuracy")
-        return curve[-1][1] if curve else None
+        """That of the student."""
+        return self.of_student("accuracy")
 
     @property
     def plain(self) -> bool:
@@ -82,8 +90,8 @@ class RunRecord:
 
     @property
     def teacher_ppl(self) -> float | None:
-        """The teacher's held-out perplexity, as the run began."""
-        return next((entry.get("eval_ppl") for entry in self.entries if entry["stage"] == "teacher"), None)
+        """The teacher's held-out perplexity."""
+        return self.of_teacher("ppl")
 
     @property
     def notes(self) -> list[str]:
@@ -159,8 +167,7 @@ class RunRecord:
     @property
     def ppl(self) -> float | None:
         """Held-out perplexity at the last evaluation."""
-        curve = self.curve("eval_ppl")
-        return curve[-1][1] if curve else None
+        return self.of_student("ppl")
 
     @property
     def needles(self) -> float | None:
@@ -225,22 +232,12 @@ class ModelRecord(RunRecord):
         kind = (self.evaluation or {}).get("kind")
         return self.taught.unit if self.taught and not kind else "images" if kind == "images" else "tokens"
 
-    @property
-    def teacher_accuracy(self) -> float | None:
-        seen = self.taught.teacher_accuracy if self.taught else None
-        return (self.evaluation or {}).get("teacher_accuracy") if seen is None else seen
+    def of_teacher(self, key: str) -> float | None:
+        seen = self.taught.of_teacher(key) if self.taught else None
+        return (self.evaluation or {}).get(f"teacher_{key}") if seen is None else seen
 
-    @property
-    def accuracy(self) -> float | None:
-        return self.teacher_accuracy if self.teacher else (self.evaluation or {}).get("student_accuracy")
-
-    @property
-    def teacher_ppl(self) -> float | None:
-        return (self.taught.teacher_ppl if self.taught else None) or (self.evaluation or {}).get("teacher_ppl")
-
-    @property
-    def ppl(self) -> float | None:
-        return self.teacher_ppl if self.teacher else (self.evaluation or {}).get("student_ppl")
+    def of_student(self, key: str) -> float | None:
+        return self.of_teacher(key) if self.teacher else (self.evaluation or {}).get(f"student_{key}")
 
     @property
     def needles(self) -> float | None:

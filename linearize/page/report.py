@@ -27,6 +27,7 @@ from ..terminal.tables import (
     empty_tasks_note,
     evaluation_figures,
     note_below,
+    position_rows,
     row_name,
     short,
     written_dtypes,
@@ -358,14 +359,10 @@ def _positions(run: RunRecord, drawn: Drawing | None) -> str:
     if drawn is None:
         return not_measured(run)
     blocks, trained, origin = position_blocks(run)
-    rows = []
-    for block in blocks:
-        perplexities = (f"{block[key]:.4f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio"))
-        rows.append((f"{block['from']:,} to {block['to']:,}", *perplexities, nats(block["kl"])))
     columns = {"position": "text"} | dict.fromkeys(("student", "teacher", "ratio", "KL"), "number")
     words = f"Training had rows of {trained:,} tokens; what lies further right was never seen. " if trained else ""
     words += f"Measured {origin}; KL is in nats a token."
-    return html.paragraph(words) + _figure(drawn) + html.table(columns, rows)
+    return html.paragraph(words) + _figure(drawn) + html.table(columns, position_rows(blocks, ".4f"))
 
 
 def draw_needles(run: RunRecord) -> Drawing:

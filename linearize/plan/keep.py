@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import IncompatibleError, LinearizeError, did_you_mean
 from ..terminal.output import layers_named, nats
@@ -78,11 +78,6 @@ class Choice:
         return f"{self.asked}, scored by {self.method} ({MEANING[self.method]}): {', '.join(shown)}{rest}"
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Choice:
-        """The inverse of `dataclasses.asdict` and JSON."""
-        return cls(**{**data, "kept": tuple(data["kept"])})
-
-    @classmethod
     def unscored(cls, asked: str, layers: list[int], of: int) -> Choice:
         """As many layers as are `asked` for `of` those that become linear, evenly spread over `layers`, which have no
         heads that the user named: a stand-in where no weights may be read."""
@@ -144,11 +139,6 @@ class WindowChoice:
     together: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     text: str = ""
     lacking: str = ""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> WindowChoice:
-        """The inverse of `dataclasses.asdict` and JSON."""
-        return cls(**{**data, "near": tuple(data["near"])})
 
     def measured(self) -> str:
         """The cost of every layer from the lowest on, and which have the window, in one message."""

@@ -18,13 +18,9 @@ from ..terminal.output import unwrapped
 MIXER_CLASS = re.compile(r"^class (\w+)\((?:\w+, )*Mixer\):", re.MULTILINE)
 
 
-def mechanism_names() -> list[str]:
-    """Mechanisms: folders of the kernels folder whose file of the same name defines a mixer; none is imported."""
-    return [*_mechanism_names()]
-
-
 @functools.cache
-def _mechanism_names() -> tuple[str, ...]:
+def mechanism_names() -> tuple[str, ...]:
+    """Mechanisms: folders of the kernels folder whose file of the same name defines a mixer; none is imported."""
     files = [path for path in kernels_folder().glob("*/*.py") if path.stem == path.parent.name]
     return tuple(sorted(path.stem for path in files if MIXER_CLASS.search(path.read_text("utf-8"))))
 

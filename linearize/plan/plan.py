@@ -49,14 +49,6 @@ class Pass:
     untrained: tuple[str, ...]
     recipe: dict[str, Any] | None = None
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Pass:
-        """The inverse of `dataclasses.asdict` and JSON."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return cls(**fields)
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -197,12 +189,15 @@ class Plan:
         fields["steps"] = tuple(Step(**{**s, "site": AttentionSite.from_dict(s["site"])}) for s in data["steps"])
         fields["kept"] = tuple(AttentionSite.from_dict(s) for s in data["kept"])
         fields["others"] = tuple(data.get("others", ()))
-        fields["reconversions"] = tuple(Pass.from_json(one) for one in data.get("reconversions", ()))
-        for name in ("choice", "heads_choice"):
-            fields[name] = Choice.from_json(data[name]) if data.get(name) else None
-        windows = data.get("window_choice")
-        fields["window_choice"] = WindowChoice.from_json(windows) if windows else None
+        fields["reconversions"] = tuple(Pass(**tuples(one)) for one in data.get("reconversions", ()))
+        for name, kind in {"choice": Choice, "heads_choice": Choice, "window_choice": WindowChoice}.items():
+            fields[name] = kind(**tuples(data[name])) if data.get(name) else None
         return cls(**fields)
+
+
+def tuples(data: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a dataclass out of JSON, which has lists for tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 def item_bytes(dtype: str) -> int:

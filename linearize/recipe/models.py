@@ -566,11 +566,7 @@ class Recipe(RunRecipe):
     def data_for(self, stage: Stage) -> Data:
         """The data of one of the stages: its own where given, else the recipe's."""
         own, shared = stage.data, self.data
-        pack = Pack(
-            seq_len=own.pack.seq_len or shared.pack.seq_len,
-            text_key=own.pack.text_key or shared.pack.text_key,
-            rows=own.pack.rows or shared.pack.rows,
-        )
+        pack = Pack(**{key: getattr(own.pack, key) or getattr(shared.pack, key) for key in Pack.model_fields})
         train = own.train or shared.train
         changes: dict[str, Any] = {}
         if holds_images(train):

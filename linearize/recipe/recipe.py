@@ -120,13 +120,14 @@ def validated(document: Document, folder: Path, kind: type[Strict]) -> Any:
     for keys, value in leaves(document.data):
         if isinstance(value, str) and redact(value) != value:
             document.problem(keys, "holds an access token or a password, and recipes are stored. Use HF_TOKEN instead")
+    found: Any = None
     try:
-        kind.model_validate(document.data, context={"folder": folder})
+        found = kind.model_validate(document.data, context={"folder": folder})
     except ValidationError as error:
         for one in error.errors():
             _report(document, one, kind)
     document.check()
-    return kind.model_validate(document.data)
+    return found
 
 
 def later_base(recipe: str | Path, overrides: Sequence[str]) -> list[str]:

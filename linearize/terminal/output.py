@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import warnings
@@ -70,7 +71,8 @@ class Drawn:
 
     def draw(self, text: str) -> None:
         with self.lock:
-            print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
+            shown = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be drawn again
+            print(f"\r{shown}\033[K", end="", file=sys.stderr, flush=True)
             self.there = True
 
     def clear(self) -> None:
@@ -128,13 +130,13 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def short(count: float) -> str:
+def short(count: float, digits: int = 3) -> str:
     """A count for people, in three digits: 20.5M."""
     for unit in ("", "k", "M", "B"):
-        if count < 999.5:
-            return f"{count:.3g}{unit}"
+        if abs(count) < 999.5:
+            return f"{count:.{digits}g}{unit}"
         count /= 1000
-    return f"{count:.3g}T"
+    return f"{count:.{digits}g}T"
 
 
 def duration(seconds: float) -> str:

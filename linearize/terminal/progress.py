@@ -19,14 +19,9 @@ LINE_EVERY = 30.0
 SECOND = 1.0  # how often a bar is drawn while nothing advances
 WIDTH = 24
 
-# Modules that a command has imported once it can begin: with the Python code of models, and with torch alone. Counted
-# with torch 2.13, transformers 5.24 and Python 3.11 on Linux; a test holds each command to them.
-MODELS, TORCH = 3400, 1600
-
 Advance = Callable[[float], None]
 
 _bars: list[Bar] = []  # that are open: the innermost one draws
-_started = 0.0  # seconds of the start, which the first bar after it counts among those that showed nothing
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,10 +39,8 @@ def silent(amount: float) -> None:
 def progress(what: str, total: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
     """Yields what to call, from any thread, with each amount of `total` that is done. Both kinds say how long it will
     take in all, as soon as a share of it is done; where that is not known, a bar says how long it has taken."""
-    global _started
     terminal, over, began = sys.stderr.isatty(), threading.Event(), clock()
     bar, shown = Bar(began), began
-    silence, _started = max(SHOWN_AFTER - _started, 0.0), 0.0
     done = share = whole = 0.0
 
     def advance(amount: float) -> None:
@@ -72,12 +65,12 @@ def progress(what: str, total: float, clock: Callable[[], float] = time.monotoni
         return f"{share:.0%}, {whole - passed:.0f} s left"
 
     def draw(now: float) -> None:
-        if now - bar.began >= silence and _bars[-1:] == [bar]:
+        if now - bar.began >= SHOWN_AFTER and _bars[-1:] == [bar]:
             filled = round(WIDTH * share)
             DRAWN.draw(f"{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {times(now)}")
 
     def show() -> None:
-        rest = silence
+        rest = SHOWN_AFTER
         while not over.wait(rest):
             rest = SECOND
             with DRAWN.lock:
@@ -101,41 +94,15 @@ def progress(what: str, total: float, clock: Callable[[], float] = time.monotoni
 
 
 @contextlib.contextmanager
-def imports(advance: Advance) -> Iterator[None]:
-    """Within: on a terminal `advance` gets the number of modules that were imported, once a second."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    over, before = threading.Event(), len(sys.modules)
-
-    def count() -> None:
-        counted = before
-        while not over.wait(SECOND):
-            counted, earlier = len(sys.modules), counted
-            advance(counted - earlier)
-
-    thread = threading.Thread(target=count, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@contextlib.contextmanager
-def starting(modules: int = MODELS) -> Iterator[None]:
-    """Around the imports with which a command begins, after which there are about so many modules. Of several
-    processes the first one speaks."""
-    global _started
+def starting() -> Iterator[None]:
+    """Around the imports with which a command begins, whose share nobody knows. Of several processes the first one
+    speaks."""
     if not sys.stderr.isatty() or int(os.environ.get("RANK", "0")):
         with uncollected():
             yield
         return
-    began = time.monotonic()
-    with progress("starting", modules - len(sys.modules)) as advance, imports(advance), uncollected():
+    with progress("starting", 1), uncollected():
         yield
-    _started = time.monotonic() - began
 
 
 @contextlib.contextmanager

@@ -149,20 +149,19 @@ def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, s
     return dict([accuracy, *figures] if unit == "images" else [*figures, accuracy])
 
 
+def position_rows(blocks: Iterable[dict[str, Any]], form: str) -> list[tuple[str, ...]]:
+    """Stretches of long texts, perplexities of student and teacher and their ratio in that `form`, and KL."""
+    keys = ("student_ppl", "teacher_ppl", "ppl_ratio")
+    return [(f"{b['from']:,} to {b['to']:,}", *(format(b[k], form) for k in keys), nats(b.get("kl"))) for b in blocks]
+
+
 def positions_table(found: dict[str, Any] | None) -> None:
     """Perplexity and KL by position in long texts, where there were any. A student whose training is not `recorded` has
     no trained length: the first stretch is then a block of the text."""
     if not found or not found["blocks"]:
         return
     columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL, nats a token"), "number")
-    rows = [
-        (
-            f"{row['from']:,}-{row['to']:,}",
-            *(f"{row[key]:.3f}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio")),
-            nats(row.get("kl")),
-        )
-        for row in found["blocks"]
-    ]
+    rows = position_rows(found["blocks"], ".3f")
     origin = "documents joined" if found["text"] == "joined" else "long documents"
     title = f"perplexity by position in {counted(found['rows'], 'row')} of {origin}"
     length = found["trained_length"]

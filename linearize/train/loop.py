@@ -328,7 +328,11 @@ class StageLoop:
         sums = [torch.stack([parts[name] for parts in terms]).sum() for name in names]
         lr = self.stage.optimizer.lr * self.schedule(step)
         if self.defers:
-            self._update_if_finite(shares, norm, lr)
+            # Without a look at the numbers: the optimizer's kernel leaves the step out where they are unusable, and
+            # `_read` says so.
+            raw: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+            raw.found_inf = (~(torch.isfinite(shares) & torch.isfinite(norm))).float()
+            self._step_optimizer(lr)
             return shares, norm.to(shares.dtype), lr, dict(zip(names, sums, strict=True))
         norm = float(norm)
         loss, stop, *values = accelerator.reduce(
@@ -354,14 +358,6 @@ class StageLoop:
     def _update(self, loss: float, norm: float, lr: float, step: int) -> None:
         """The optimizer's part of a step, unless loss or gradients are unusable."""
         self._check_finite(loss, norm, lr, step)
-        self._step_optimizer(lr)
-
-    def _update_if_finite(self, loss: Tensor, norm: Tensor, lr: float) -> None:
-        """`_update` without a look at the numbers: the optimizer's kernel leaves the step out where they are unusable,
-        and `_read` says so."""
-        usable = torch.isfinite(loss) & torch.isfinite(norm)
-        raw: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        raw.found_inf = (~usable).float()
         self._step_optimizer(lr)
 
     def _check_finite(self, loss: float, norm: float, lr: float, step: int) -> None:

@@ -24,6 +24,7 @@ from ..data.chat import Message, asked_of, end_tokens, opened_turn, prompt_ids
 from ..data.documents import TextSource, documents_of, end_token, start_tokens
 from ..data.packing import hashed_generator
 from ..errors import Exit, LinearizeError, undamaged, writing
+from ..measure.free_generation import first_end
 from ..measure.generate import check_tokens
 from ..probe.trace import quiet
 from ..recipe.data import CHAT, OwnText
@@ -111,11 +112,9 @@ class Author:
                 )
         finally:
             self.model.generation_config = before
-        return [self._cut(row) for row in made[: len(prompts), self.width :].tolist()]
-
-    def _cut(self, row: list[int]) -> tuple[list[int], bool]:
-        end = next((place for place, token in enumerate(row) if token in self.ends), None)
-        return (row, False) if end is None else (row[:end], True)
+        rows = made[: len(prompts), self.width :].tolist()
+        ends = [first_end(row, self.ends) for row in rows]
+        return [(row[:end], end is not None) for row, end in zip(rows, ends, strict=True)]
 
 
 def check_width(model: Any, width: int, length: int) -> None:
@@ -158,11 +157,11 @@ def write_own_text(
         while written < asked.tokens:
             number = len(shards_of(folder))
             chosen = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
-            made = author.write([prompt.ids for prompt in chosen], seed_of(seed, number))
+            made = author.write([prompt.ids for prompt in chosen], hashed_generator(seed, number).initial_seed())
             if answerer is None:
                 rows = [row_of(tokenizer, *pair) for pair in zip(chosen, made, strict=True)]
             else:
-                rows = answered(tokenizer, answerer, made, seed_of(seed, -1 - number))
+                rows = answered(tokenizer, answerer, made, hashed_generator(seed, -1 - number).initial_seed())
             rows = [row for row in rows if row["tokens"]]
             empty = 0 if rows else empty + 1
             if empty == EMPTY:
@@ -205,10 +204,6 @@ def row_of(tokenizer: Any, prompt: Prompt, made: tuple[list[int], bool]) -> dict
     if prompt.messages is None:
         return {"text": text, **facts}
     return {"messages": [*prompt.messages, {"role": "assistant", "content": text}], **facts}
-
-
-def seed_of(seed: int, number: int) -> int:
-    return hashed_generator(seed, number).initial_seed()
 
 
 def shards_of(folder: Path) -> list[Path]:

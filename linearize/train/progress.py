@@ -1,19 +1,16 @@
-"""Progress of a stage: a bar on a terminal, a line every 30 seconds elsewhere."""
+"""Progress of a stage: its last line on a terminal, a line every 30 seconds elsewhere."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
-from types import TracebackType
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from ..recipe.recipe import AttentionTransfer, Stage, trains_source
-
-LINE_EVERY = 30.0
+from ..terminal.output import DRAWN, say
+from ..terminal.progress import LINE_EVERY
 
 
 def pace(stage: Stage) -> float:
@@ -31,37 +28,26 @@ class StageProgress:
     manager."""
 
     def __init__(self, stage: Stage, steps: int, start: int, quiet: bool = False, unit: str = "tokens") -> None:
-        self.unit, self.loss = unit, stage.loss_name
-        self.stage, self.steps = stage.name, steps
-        self.console = Console(stderr=True, quiet=quiet)
+        self.unit, self.loss, self.stage, self.steps, self.quiet = unit, stage.loss_name, stage.name, steps, quiet
         self.last_line = time.monotonic()
-        columns = ("[bold]{task.description}", "{task.completed}/{task.total}", "{task.fields[text]}")
-        self.bar = Progress(
-            *(TextColumn(c) for c in columns[:1]),
-            BarColumn(bar_width=None),
-            *(TextColumn(c) for c in columns[1:]),
-            console=self.console,
-            disable=quiet or not sys.stderr.isatty(),
-        )
-        self.task = self.bar.add_task(stage.name, total=steps, completed=start, text="")
 
     def __enter__(self) -> StageProgress:
-        self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
+    def __exit__(self, *error: object) -> None:
+        DRAWN.clear()
 
     def update(self, step: int, loss: float, rate: float, left: str) -> None:
         """After an optimizer step: loss, tokens or images per second over this session, and the time that is left."""
+        if self.quiet:
+            return
         text = f"{self.loss} {loss:.4g}  {rate:,.0f} {self.unit}/s  {memory_bytes() / 2**30:.1f} GiB  {left}"
-        self.bar.update(self.task, completed=step, text=text)
-        now = time.monotonic()
-        if self.bar.disable and (now - self.last_line > LINE_EVERY or step == self.steps):
+        line, now = f"{self.stage} {step}/{self.steps}  {text}", time.monotonic()
+        if step == self.steps or (not sys.stderr.isatty() and now - self.last_line > LINE_EVERY):
             self.last_line = now
-            self.console.print(f"{self.stage} {step}/{self.steps}  {text}", highlight=False, soft_wrap=True)
+            say(line)
+        elif sys.stderr.isatty():
+            DRAWN.draw(line)
 
 
 def forget_peak() -> None:

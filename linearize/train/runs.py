@@ -230,8 +230,7 @@ class Run:
         if stale:
             discard(self.best)
         self._rewind_metrics(position)
-        old_parts = self._parts(old, position)
-        parts = old_parts + self._mixed(old, position)
+        parts, mixed = ([], []) if position is None else self._parts(old, position)
         settings: dict[str, Any] = {
             "max_steps": self.max_steps,
             "processes": processes(),
@@ -241,10 +240,10 @@ class Run:
         }
         settings["replaces"] = sorted(self.plain_files()) if self.final.exists() else []
         settings["notes"] = list(dict.fromkeys([*old.get("notes", []), *self._notes]))
-        settings["parts"] = parts
+        settings["parts"] = parts + mixed
         self._write_record({"recipe": self.recipe.resolved(), **settings, "versions": versions, **inputs})
         self._started = True
-        told = [f"goes on with other settings: {'; '.join(one['changed'])}" for one in parts[len(old_parts) :]]
+        told = [f"goes on with other settings: {'; '.join(one['changed'])}" for one in mixed]
         return changed_versions(old.get("versions", {}), versions) + told
 
     def noted(self, say: Callable[[str], None]) -> Callable[[str], None]:
@@ -260,22 +259,13 @@ class Run:
 
         return both
 
-    def _parts(self, old: dict[str, Any], position: Position | None) -> list[dict[str, Any]]:
-        """Where the settings changed so far. What changed beyond the resume point changes there now."""
-        if position is None:
-            return []
-        here = {"stage": position.stage, "step": position.step}
-        at = (position.stage, position.step)
-        return [one if (one["stage"], one["step"]) <= at else {**one, **here} for one in old.get("parts", [])]
-
-    def _mixed(self, old: dict[str, Any], position: Position | None) -> list[dict[str, Any]]:
-        """What is trained otherwise after the resume point than the start before did, as `recipe` has the settings of
-        the last start alone."""
-        if position is None:
-            return []
-        ours = [weight_settings(recipe) for recipe in (recorded(old), self.recipe.resolved())]
-        changed = diff_resolved(*ours)
-        return [{"stage": position.stage, "step": position.step, "changed": changed}] if changed else []
+    def _parts(self, old: dict[str, Any], position: Position) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Where the settings changed so far: what changed beyond the resume point changes there now. And what is
+        trained otherwise from there on than by the start before, as `recipe` has the settings of the last start."""
+        here, at = {"stage": position.stage, "step": position.step}, (position.stage, position.step)
+        parts = [one if (one["stage"], one["step"]) <= at else {**one, **here} for one in old.get("parts", [])]
+        changed = diff_resolved(*(weight_settings(recipe) for recipe in (recorded(old), self.recipe.resolved())))
+        return parts, [{**here, "changed": changed}] if changed else []
 
     def _leftovers(self) -> list[Path]:
         """What a start removes: checkpoints beyond the resume point, and what a kill left.
@@ -414,10 +404,8 @@ class Run:
         if not (self.best / BEST).exists():
             return None
         with undamaged(self.best / BEST, f"Remove {self.best}"):
-            values = json.loads((self.best / BEST).read_text("utf-8"))
-            score = dict(values.pop("score"))
-            values.pop("files", None)
-            return Position(**values), score
+            score = dict(json_object(self.best / BEST)["score"])
+        return read_position(self.best, BEST), score
 
     def scores(self, stage: int) -> list[dict[str, Any]]:
         """The evaluations of a stage so far, as `log` wrote them."""
@@ -634,13 +622,11 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def read_position(checkpoint: Path) -> Position:
+def read_position(checkpoint: Path, record: str = POSITION) -> Position:
     """How far a checkpoint is."""
-    path = checkpoint / POSITION
-    with undamaged(path, earlier(checkpoint)):
-        saved = json.loads(path.read_text("utf-8"))
-        saved.pop("files", None)
-        return Position(**saved)
+    with undamaged(checkpoint / record, earlier(checkpoint)):
+        saved = json_object(checkpoint / record)
+        return Position(**{name: value for name, value in saved.items() if name not in ("files", "score")})
 
 
 def order(checkpoint: Path) -> tuple[int, int, bool]:

@@ -235,6 +235,14 @@ class Finetuner:
         """Blocks of one optimizer step, over all micro batches and processes."""
         return stage.batch.per_device * stage.batch.gradient_accumulation_steps * self.accelerator.num_processes
 
+    def blocks_and_steps(self, stage: Stage) -> tuple[Samples, int]:
+        """What a stage trains on, and its optimizer steps."""
+        blocks = self.blocks(stage, "train")
+        assert blocks is not None
+        steps = stage_steps(stage, self.blocks_per_step(stage), blocks.seq_len, self.run.max_steps, len(blocks))
+        assert steps is not None
+        return blocks, steps
+
     # ------------------------------------------------------------ stages
 
     def train(self, only: str | None = None) -> bool:
@@ -257,10 +265,7 @@ class Finetuner:
 
     def train_stage(self, number: int, stage: Stage, start: int, checkpoint: Path | None) -> None:
         """One stage: parameters, optimizer, schedule, then the loop, from step `start` of `checkpoint`."""
-        blocks = self.blocks(stage, "train")
-        assert blocks is not None
-        steps = stage_steps(stage, self.blocks_per_step(stage), blocks.seq_len, self.run.max_steps, len(blocks))
-        assert steps is not None
+        blocks, steps = self.blocks_and_steps(stage)
         parameters = self.prepare(number, stage)
         optimizer = make_optimizer(self.student.groups(stage, parameters), stage, self.device, self.recipe.seed)
         order = BlockOrder(len(blocks), self.recipe.seed, self.recipe.data_for(stage).repeats)
@@ -278,11 +283,8 @@ class Finetuner:
         """How long the stages after `number` will take, in tokens of that one; 0 where this process ends with it."""
         total = 0.0
         for stage in self.recipe.stages[number + 1 :] if self.only is None else ():
-            blocks, per_step = self.blocks(stage, "train"), self.blocks_per_step(stage)
-            assert blocks is not None
-            steps = stage_steps(stage, per_step, blocks.seq_len, self.run.max_steps, len(blocks))
-            assert steps is not None
-            total += steps * per_step * blocks.seq_len * pace(stage)
+            blocks, steps = self.blocks_and_steps(stage)
+            total += steps * self.blocks_per_step(stage) * blocks.seq_len * pace(stage)
         return total / pace(self.recipe.stages[number])
 
     def prepare(self, number: int, stage: Stage) -> list[torch.nn.Parameter]:
@@ -305,8 +307,7 @@ class Finetuner:
         untrained = set[str]() if self.recipe.plain else untrained_mixers(self.base, read_plan(self.base))
         if not untrained:
             return False
-        blocks = self.blocks(self.recipe.stages[0], "train")
-        assert blocks is not None
+        blocks, _ = self.blocks_and_steps(self.recipe.stages[0])
         order = BlockOrder(len(blocks), self.recipe.seed)
         count = max(min(CALIBRATION_TOKENS // blocks.seq_len, POWER_BLOCKS, len(blocks)), 1)
         batch = collate([blocks[order.block(k)] for k in range(count)], self.device)

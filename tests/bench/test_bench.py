@@ -469,19 +469,12 @@ def test_the_device_is_told_from_python(monkeypatch: pytest.MonkeyPatch) -> None
             return [*kernels, event(0, 9000, DeviceType.CPU), event(0, 9000, note=True)]
 
     monkeypatch.setattr(bench_measure, "profile", Profile)
-    monkeypatch.setattr(bench_text, "profile", Profile)
     assert bench_measure.device_ms(lambda: None) is None  # on a CPU
-    for module in (bench_measure, bench_text):
-        monkeypatch.setattr(module, "here", lambda: "cuda")
-        monkeypatch.setattr(module, "wait", lambda: None)
+    monkeypatch.setattr(bench_measure, "here", lambda: "cuda")
+    monkeypatch.setattr(bench_measure, "wait", lambda: None)
     took = bench_measure.beside_device({"ms": 10.0}, bench_measure.device_ms(lambda: None))
     assert took == {"ms": 10.0, "device_ms": 6.0, "device_waits": pytest.approx(0.4)}
     assert bench_measure.working_ms([event(0, 9000, DeviceType.CPU)]) is None
-    clock = bench_text.ProfiledClock()
-    for _ in range(bench_text.FIRST + 4):
-        clock.put(torch.zeros(1))
-    clock.end()
-    assert clock.device_ms() == pytest.approx(6.0 / 3)
     row = bench_model.line("prefill", {"name": "gsa", "context": 2048, **took, "faster": 2.0, "peak_mib": 1024.0})
     assert row == "prefill, gsa: context 2,048, ms 10.00, device ms 6.00, device waits 40%, " + (
         "speed of ours / of this 2.00, peak GiB 1.00"

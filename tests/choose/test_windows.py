@@ -23,7 +23,7 @@ from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run
 from linearize.plan.keep import SINK, WINDOW_LIMIT, KeptWindow, WindowChoice
-from linearize.plan.plan import Plan
+from linearize.plan.plan import Plan, tuples
 from linearize.recipe.recipe import Recipe
 from linearize.terminal.output import nats
 from linearize.verify.checks import verify_folder
@@ -185,7 +185,7 @@ def test_the_command_prints_each_cost_and_the_folder_keeps_the_decision(
     code, out, err = linearize(*command, "-o", tmp_path / "hybrid", "--json")
     assert code == 0, err
     plan, words = read_plan(tmp_path / "hybrid"), " ".join(err.split())
-    assert plan.window_choice == WindowChoice.from_json(json.loads(out)["plan"]["window_choice"])
+    assert plan.window_choice == WindowChoice(**tuples(json.loads(out)["plan"]["window_choice"]))
     assert plan.window_choice is not None
     for layer, cost in plan.window_choice.costs.items():
         sees = "all tokens" if int(layer) == FAR else f"the last {WINDOW}"

@@ -36,7 +36,7 @@ from linearize_kernels.mixer import option_types
 def test_mechanisms_are_those_of_the_folder(linearize: Command) -> None:
     code, out, _ = linearize("mechanisms", "--json")
     assert code == 0
-    assert [one["name"] for one in json.loads(out)] == mechanism_names()
+    assert [one["name"] for one in json.loads(out)] == [*mechanism_names()]
     code, out, _ = linearize("mechanisms")
     assert code == 0
     assert all(word in out for word in ("gsa", "Gated slot attention", "2409.07146", "causal", "torch, triton"))

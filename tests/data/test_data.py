@@ -424,7 +424,7 @@ def test_a_step_sees_the_same_blocks_however_they_are_divided(step: int, n: int)
         for per_device in (size for size in (1, 2, 4, 8) if size * world <= 8):
             accumulate = 8 // (world * per_device)
             taken = [
-                order.batch(step, micro, rank, world, per_device, accumulate)
+                [order.block(k) for k in order.samples(step, micro, rank, world, per_device, accumulate)]
                 for micro in range(accumulate)
                 for rank in range(world)
             ]

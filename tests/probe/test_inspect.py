@@ -50,7 +50,7 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
 def test_every_mechanism_is_tried_and_its_obstacle_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mechanisms.load_mechanism("gsa"), "causal", False)
     inspection = inspect_model(str(config_only(tmp_path / "tiny", "llama")))
-    assert [fit.mechanism for fit in inspection.fits] == mechanisms.mechanism_names()
+    assert [fit.mechanism for fit in inspection.fits] == [*mechanisms.mechanism_names()]
     fit = next(fit for fit in inspection.fits if fit.mechanism == "gsa")
     assert fit.layers == ()
     assert fit.obstacles[2] == (2, "model.layers.2.self_attn is causal; 'gsa' is not")

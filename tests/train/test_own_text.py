@@ -11,6 +11,7 @@ from conftest import holds
 from training import BYTES, EOS, T, base, byte_tokenizer, make_recipe, metrics, small_source, stage, write_data
 from transformers import AutoModelForCausalLM
 
+from linearize.data.packing import hashed_generator
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run
@@ -227,7 +228,7 @@ def test_what_was_written_stays_where_the_run_is_interrupted(
     finetune(recipe_of(tmp_path, root, stage("logit_kl", steps=1)), say=lambda line: None)
     (folder,) = (tmp_path / "run" / "cache").glob("own-*")
     assert len(shards_of(folder)) == 2
-    assert calls == [own_text.seed_of(42, number) for number in (0, 1, 1)]
+    assert calls == [hashed_generator(42, number).initial_seed() for number in (0, 1, 1)]
 
 
 def test_the_estimate_knows_what_is_written(root: Path, tmp_path: Path) -> None:

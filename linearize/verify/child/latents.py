@@ -8,6 +8,7 @@ Letters: B batch, C channels; h, w rows and columns of a grid of patches, t fram
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -124,17 +125,9 @@ def shapes_of(folder: Path, part: str) -> dict[str, list[int]]:
 # ---------------------------------------------------------------- what it must do
 
 
-def alone(model: Any) -> float:
+def rows_alone(model: Any, larger: int = 1) -> float:
     """Rows of a batch are the rows alone."""
-    return rows_alone(model, make_latents(model))
-
-
-def other_size(model: Any) -> float:
-    """The same of latents of another size."""
-    return rows_alone(model, make_latents(model, 2))
-
-
-def rows_alone(model: Any, inputs: dict[str, Tensor]) -> float:
+    inputs = make_latents(model, larger)
     whole, worst = denoised(model, inputs), 0.0
     for row in range(len(whole)):
         own = {n: value.chunk(len(whole))[row] for n, value in inputs.items()}
@@ -154,8 +147,8 @@ def same_teacher(model: Any) -> float:
 
 
 CHECKS: dict[str, Callable[[Any], float]] = {
-    "rows alone": alone,
-    "another size": other_size,
+    "rows alone": rows_alone,
+    "another size": functools.partial(rows_alone, larger=2),
     "softmax teacher": same_teacher,
 }
 
