@@ -288,6 +288,7 @@ def test_an_interrupt_leaves_nothing_of_a_conversion(forks: Forks, source: Path)
     assert snapshot(source) == before
 
 
+@pytest.mark.slow
 def test_no_child_outlives_a_conversion(source: Path) -> None:
     """Ended while clean processes check the result: they end too, and their temporary folders are removed."""
     parent, scratch = source.parent, source.parent / "scratch"

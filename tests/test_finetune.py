@@ -263,6 +263,7 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
         assert [f"{block['from']:,} to {block['to']:,}", *figures] in rows
 
 
+@pytest.mark.slow
 def test_the_first_figures_are_called_calibrated_where_calibration_ran(root: Path, tmp_path: Path) -> None:
     """Before it `linearize eval` finds other ones; mixers that were trained are not calibrated."""
     model = base(root, "llama")
@@ -390,6 +391,7 @@ def test_seed_orders_the_data(root: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path / "1") != metrics(tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_convert_is_part_of_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From a softmax model to a verified one, by the command line with overrides; stderr shows no bars."""
     convert = {"mechanism": "gsa", "options": {"slots": 4}, "keep_softmax": "1"}
@@ -625,6 +627,7 @@ def test_a_base_that_is_rounded_is_told(root: Path, tmp_path: Path, dtype: str |
         messages.clear()
 
 
+@pytest.mark.slow
 def test_a_dry_run_asks_once_for_data_of_the_hub(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose data nobody answers for stops after it converted; an estimate may be for another machine."""
     data = {"train": {"path": "some/set"}, "eval": {"path": "some/set", "split": "test"}}
@@ -644,6 +647,7 @@ def test_a_dry_run_asks_once_for_data_of_the_hub(root: Path, tmp_path: Path, mon
     assert len(asked) == 3
 
 
+@pytest.mark.slow
 def test_text_that_is_trained_on_and_evaluated_on_is_told(root: Path, tmp_path: Path) -> None:
     """By what is read, however it is written: not of a file that stands for itself."""
     steps = [stage("logit_kl", steps=1), stage("sft", steps=1)]

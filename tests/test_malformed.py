@@ -232,6 +232,7 @@ def test_an_option_of_another_type_is_an_edited_plan(
     assert re.search(r"other code than linearize .* wrote \(its plan: '>' not supported", message), message
 
 
+@pytest.mark.slow
 def test_the_mechanism_of_a_fork_is_named_among_what_is_not_linearizes(place: Path) -> None:
     """Its code may be trusted: then nothing is refused, and what it is is still asked."""
     ours = place / "ours"

@@ -139,6 +139,7 @@ def test_llama_3s_rotary_embedding_comes_along(tmp_path: Path) -> None:
     assert source.config["rope_parameters"] == {**LLAMA3, "rope_type": "llama3"}
 
 
+@pytest.mark.slow
 def test_inspect_and_estimate_take_a_file(tmp_path: Path, linearize: Command) -> None:
     path = write_gguf(tmp_path / "small.gguf", kind="F16")
     before = set(os.listdir(tmp_path))

@@ -128,6 +128,7 @@ def with_tokenizer(place: Path, kind: str, named: bool) -> list[str]:
     return [str(source), str(folder)]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_needs_no_code_and_asks_nothing(tmp_path: Path) -> None:
     """Also where the source's files do not name its class, as those of GPT-2 do not."""
     cases = [(kind, named) for kind in ("TokenizersBackend", "GPT2Tokenizer") for named in (True, False)]

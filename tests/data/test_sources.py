@@ -248,6 +248,7 @@ def test_a_dry_run_reads_the_first_row_alone(tmp_path: Path, name: str, monkeypa
     documents.check_first_rows(TextSource(demo="train"), sft=False)
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_of_text_what_the_run_says(root: Path, tmp_path: Path, linearize: Any) -> None:
     """Of training and held-out text; an estimate reads none."""
     (tmp_path / "txt.jsonl").write_text(json.dumps({"txt": "a"}))

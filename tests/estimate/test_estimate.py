@@ -207,7 +207,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", with_slow(HYBRIDS, "gemma3_text"))
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.slow
 def test_layers_that_are_alike_are_rehearsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A few layers say the same as all of them: peak by part, work, what waits on the host; of each kind of stage.
     All of them run on torch's own fake tensors, which know nothing of shorter keys."""
@@ -285,6 +286,7 @@ def test_a_layer_of_another_form_is_rehearsed_with_all(
     assert asked == [1, 0]
 
 
+@pytest.mark.slow
 def test_a_stage_is_rehearsed_again_only_where_something_of_it_changed(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_who_predicts_no_numbers_is_named(
     assert not (place / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_conversion_of_such_weights_is_not_left(place: Path, tmp_path: Path, linearize: Command) -> None:
     code, _, err = linearize("convert", place / "broken-source", "--to", "gsa", "-o", tmp_path / "out")
     assert (code, "Traceback" in err) == (Exit.CHECK_FAILED, False), err

@@ -233,6 +233,7 @@ def test_a_task_that_fails_while_it_runs(
         assert ("--tasks words: it fails on its rows (ValueError: no answer)" in err) is (found == Exit.USAGE), err
 
 
+@pytest.mark.slow
 def test_what_goes_with_tasks(linearize: Command, folder: Path, tmp_path: Path) -> None:
     for options, message in (
         (("--tasks", "arc_easy", "--trials", "2"), ("--trials", "--tasks")),

@@ -597,6 +597,7 @@ def test_a_run_lies_apart_from_its_base(root: Path, tmp_path: Path, where: str) 
     assert left == before
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_what_becomes_of_the_run_that_is_there(root: Path, tmp_path: Path) -> None:
     """By the checks of the real run; nothing of it is written."""
     run = tmp_path / "run"

@@ -36,6 +36,7 @@ print(json.dumps([recipe_schema()["$defs"]["LogitLoss"]["properties"]["square"],
 """
 
 
+@pytest.mark.slow
 def test_a_term_that_is_one_function_reaches_recipe_loss_metrics_and_page(tmp_path: Path) -> None:
     model = base(tmp_path / "bases", "llama")
     paths = []
