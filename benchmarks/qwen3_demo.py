@@ -1,6 +1,7 @@
 """A Llama in the form of a Qwen3: its weights under Qwen3's names, healed by KL from the Llama itself.
 
     python -m benchmarks.qwen3_demo OUT                                 # of the demo: 1.5 minutes of one core
+    python -m benchmarks.qwen3_demo OUT LLAMA TEXTS.jsonl [STEPS]       # of another, on a GPU where there is one
 
 Qwen3 normalises the queries and keys of each head, which a Llama does not. Norms begin with the mean size of what they
 normalise; then all weights learn the Llama's distribution.
@@ -8,6 +9,8 @@ normalise; then all weights learn the Llama's distribution.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, Qwen3Config, Qwen3ForC
 from linearize.demo import model_folder
 from linearize.demo.corpus import documents
 
-ROWS, LENGTH, STEPS, RATE = 4, 256, 100, 3e-4  # rows and tokens of a step, steps and learning rate
+# Rows and tokens of a step, steps and learning rate; and those of a real model.
+DEMO, REAL = (4, 256, 100, 3e-4), (8, 2048, 300, 3e-4)
 
 
 def qwen3_of(llama: Any, ids: Tensor) -> Any:
@@ -46,30 +50,52 @@ def qwen3_of(llama: Any, ids: Tensor) -> Any:
     return model
 
 
-def main(out: str) -> None:
+def main(out: str, source: str = "", texts: str = "", steps: str = "") -> int:
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    tokens = torch.tensor([i for d in documents("train")[::8] for i in tokenizer(d.text)["input_ids"]])
-    llama = LlamaForCausalLM.from_pretrained(model_folder(), dtype=torch.float32).eval()
+    folder = source or model_folder()
+    rows, length, count, rate = REAL if source else DEMO
+    count = int(steps or count)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if source:
+        with Path(texts).open(encoding="utf-8") as lines:
+            read, needed = [], count * rows * length
+            for line in lines:
+                read += [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
+                if len(read) > needed:
+                    break
+        tokens = torch.tensor(read)
+    else:
+        tokens = torch.tensor([i for d in documents("train")[::8] for i in tokenizer(d.text)["input_ids"]])
+    llama = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     with torch.no_grad():
-        model = qwen3_of(llama, tokens[None, :LENGTH])
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, STEPS, pct_start=0.1)
-    for step in range(STEPS):
-        ids = tokens[torch.randint(len(tokens) - LENGTH, (ROWS, 1)) + torch.arange(LENGTH)]
-        with torch.no_grad():
-            wanted = llama(ids).logits.log_softmax(-1)
-        loss = (wanted.exp() * (wanted - model(ids).logits.log_softmax(-1))).sum(-1).mean()
-        loss.backward()
+        model = qwen3_of(llama, tokens[None, :length].to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, count, pct_start=0.1)
+    half = torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
+    for step in range(count):
+        starts = torch.randint(len(tokens) - length, (rows, 1))
+        total = 0.0
+        for ids in tokens[starts + torch.arange(length)].split(4):
+            ids = ids.to(device)
+            with torch.no_grad(), half:
+                wanted = llama(ids).logits
+            with half:
+                found = model(ids).logits
+            wanted, found = wanted.float().log_softmax(-1), found.float().log_softmax(-1)
+            loss = (wanted.exp() * (wanted - found)).sum(-1).mean() * len(ids) / rows
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 20 == 0 or step == STEPS - 1:
-            print(f"step {step}: KL {loss.item():.4f}", flush=True)
-    model.save_pretrained(Path(out))
+        if step % 20 == 0 or step == count - 1:
+            print(f"step {step}: KL {total:.4f}", flush=True)
+    model.to(torch.bfloat16 if source else torch.float32).save_pretrained(Path(out))
     tokenizer.save_pretrained(Path(out))
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))
