@@ -356,7 +356,8 @@ def check_paths(source: Source, output: Path, overwrite: bool) -> None:
 def check_target(folder: Path, output: Path, overwrite: bool) -> None:
     """Refuse an output that is the source's folder, inside it, or around it, and one that is not empty (exit 2). The
     source may be no folder here."""
-    if folder.is_dir() and not separate(folder, output):
+    readable = folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)  # else whoever reads it says so
+    if readable and not separate(folder, output):
         raise LinearizeError(f"-o {output} and the source {folder} must be separate folders")
     check_output(output, overwrite)
 

@@ -454,7 +454,7 @@ def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
         "needle",
         "state at 448",
         "perplexity by position in",
-        "128-256",
+        "128 to 256",
     ):
         assert words in " ".join(err.split())
 
