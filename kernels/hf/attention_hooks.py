@@ -438,8 +438,8 @@ def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     Models with learned positions count padding, too, as their source does, and models of images that number rows and
     columns as well (`get_rope_index`) read the padding mask for that themselves; of documents they know nothing. Raises
-    ValueError for documents with images in such a model, and beside a mask or a cache for layers with a softmax of their
-    own: those see documents in the mask that transformers makes, and it makes none there.
+    ValueError for documents with images in such a model, and for layers with a softmax of their own: those see documents
+    in the mask that an architecture makes, and not every one makes it of position_ids.
     """
     given = {**dict(zip(part.linearize_arguments, args, strict=False)), **kwargs}
     mask, x = given.get("attention_mask"), given.get("input_ids")
@@ -458,13 +458,13 @@ def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "cu_seq_lens_q or seq_idx with images, and no position_ids: the model numbers the rows and columns of an "
             "image as if the documents were one. Pass position_ids that restart with each document"
         )
-    cache, cached = cache_in(given), given.get("use_cache")
-    cached = cache is not None or (getattr(part.config, "use_cache", False) if cached is None else cached)
-    if documents is not None and part.linearize_captures and prefix == HYBRID and (cached or mask is not None):
+    if documents is not None and part.linearize_captures and prefix == HYBRID:
         raise ValueError(
-            "cu_seq_lens_q or seq_idx beside an attention_mask or a cache: the layers that keep softmax would not keep the "
-            "documents apart. Pass use_cache=False and no attention_mask"
+            "cu_seq_lens_q or seq_idx, and no position_ids: the layers that keep softmax compute it in their own code, which "
+            "knows no documents. Pass position_ids that restart with each document, use_cache=False and no attention_mask; "
+            "the model then keeps them apart if its source does"
         )
+    cache = cache_in(given)
     seen = 0 if cache is None else cache.get_seq_length()
     mask = mask if isinstance(mask, Tensor) and mask.shape[-1] == seen + T else None
     if mask is not None and mask.ndim == 2:

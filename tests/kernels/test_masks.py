@@ -456,16 +456,17 @@ def test_flash_attention_finds_documents_of_one_row() -> None:
             documents_apart(backend, torch.nn.Module(), (q, q, q, mask), told)
 
 
-def test_softmax_of_its_own_cannot_name_documents_beside_a_mask(tmp_path: Path) -> None:
-    """Falcon's layers that keep it see documents in the mask that transformers makes of position_ids, and it makes none
-    there."""
-    any_model("falcon").save_pretrained(tmp_path / "source")
+@pytest.mark.parametrize("name", ["falcon", "xglm"])
+def test_softmax_of_its_own_is_told_no_documents(tmp_path: Path, name: str) -> None:
+    """It sees documents in the mask that the architecture makes: Falcon's of position_ids, XGLM's not."""
+    any_model(name).save_pretrained(tmp_path / "source")
     model, ids = linear(tmp_path / "source", tmp_path, "gla", "0"), tokens(1, 33)
-    told = by_bounds((13, 20))
-    assert relative_error(logits(model, ids, **told), apart(model, ids, (13, 20))) < EXACT
-    for more in ({"attention_mask": torch.ones_like(ids)}, {"use_cache": True}):
-        with pytest.raises(ValueError, match="use_cache=False"):
-            model(ids, **told, **more)
+    for told in (by_bounds((13, 20)), by_numbers((13, 20))):
+        with pytest.raises(ValueError, match=r"position_ids.*use_cache=False"):
+            model(ids, **told)
+    if name == "falcon":
+        places = torch.cat([torch.arange(13), torch.arange(20)])[None]
+        assert relative_error(logits(model, ids, position_ids=places), apart(model, ids, (13, 20))) < EXACT
 
 
 def test_bounds_count_through_all_rows(source: Path, tmp_path: Path) -> None:
