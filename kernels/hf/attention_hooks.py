@@ -423,7 +423,7 @@ def rotates(model: Any) -> bool:
 
 
 def makes_places(part: Any) -> bool:
-    """Whether a model, or a model in it, that has causal mixers is told the places of its tokens."""
+    """Whether a model, or a model in it, has causal mixers and takes position_ids and a mask."""
     names = inspect.signature(type(part).forward).parameters
     causal = any(mixer.site.causal for mixer in mixers_of(part).values())
     return causal and {"position_ids", "attention_mask"} <= {*names}

@@ -204,16 +204,15 @@ def test_rows_are_read_as_the_stage_reads_them(root: Path, tmp_path: Path) -> No
 def test_what_a_conversation_says_and_nobody_heeds_is_refused(
     root: Path, tmp_path: Path, row: dict[str, Any], message: dict[str, Any], word: str
 ) -> None:
-    for name, rows, messages in (("said", row, message), ("plain", {"tools": None}, {"weight": 1})):
-        chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **messages}]
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat, **rows}))
-    recipes = (
-        make_recipe(tmp_path, base(root, "llama"), stage("sft"), data=text)
-        for text in ({"train": {"files": ["plain.jsonl"]}}, {"train": {"files": ["said.jsonl"]}})
-    )
-    check_text(next(recipes))
-    with pytest.raises(LinearizeError, match=rf"said.jsonl:1: .*{word}"):
-        check_text(next(recipes))
+    def check(row: dict[str, Any], message: dict[str, Any]) -> None:
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **message}]
+        (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages, **row}))
+        data = {"train": {"files": ["chat.jsonl"]}}
+        check_text(make_recipe(tmp_path, base(root, "llama"), stage("sft"), data=data))
+
+    check({"tools": None}, {"weight": 1})
+    with pytest.raises(LinearizeError, match=rf"chat.jsonl:1: .*{word}"):
+        check(row, message)
 
 
 def test_conversations_without_an_answer_are_refused_before_the_conversion(root: Path, tmp_path: Path) -> None:
