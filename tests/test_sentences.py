@@ -26,6 +26,7 @@ from linearize.page.record import read_evaluation
 from linearize.recipe.recipe import load_recipe
 from linearize.train.loop import set_training
 from linearize.train.losses import embedding_distance, pooled, similarity_error
+from linearize.train.session import stage_notes
 
 TEXTS = ["a small cat sat. it was warm", "rain fell all night on the roof of the barn", "go"]
 MODULES = ("Transformer", "Pooling", "Normalize")
@@ -248,6 +249,16 @@ def student_of(place: Path, source: Path, **changes: Any) -> Any:
     }
     (place / "recipe.yaml").write_text(json.dumps(value))
     return load_recipe(place / "recipe.yaml")
+
+
+@pytest.mark.parametrize(("pooling", "named"), [("cls_token", True), ("mean_tokens", False), ("max_tokens", False)])
+def test_another_pooling_than_the_models_is_noted(tmp_path: Path, pooling: str, named: bool) -> None:
+    folder = sentence_encoder(tmp_path / "source", pooling)
+    recipe = load_recipe("sentence", [f"model.base={folder}", "data.pack.seq_len=32"])
+    stages = [(stage, 16) for stage in recipe.stages]
+    notes = stage_notes(BertModel.from_pretrained(folder), recipe, stages, folder)
+    assert any("stages.feature_cosine.loss.pooling=first" in note for note in notes) == named
+    assert stage_notes(BertModel.from_pretrained(folder), recipe, stages[:1], folder) == []
 
 
 def test_an_encoder_learns_its_teachers_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
