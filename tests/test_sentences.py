@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
-from linearize.checkpoint.carried import carried_files
+from linearize.checkpoint.carried import carried_files, left_behind
 from linearize.convert import convert, next_step, plan_conversion
 from linearize.data.batches import by_length
 from linearize.data.packing import MaskedBlocks, TextSource, build_blocks, sentences, texts
@@ -106,6 +106,15 @@ def test_only_modules_of_sentence_transformers_go_along(tmp_path: Path) -> None:
     (source / "modules.json").write_text(text)
     (source / "1_Pooling" / "pytorch_model.bin").write_bytes(b"")
     assert along() == set()
+
+
+def test_an_empty_folder_of_a_module_is_not_left_behind(tmp_path: Path) -> None:
+    """sentence-transformers makes one for `Normalize`."""
+    folder = sentence_encoder(tmp_path / "source")
+    (folder / "2_Normalize").mkdir()
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").touch()
+    assert left_behind(folder, [folder / "model.safetensors"]) == ["onnx/"]
 
 
 def test_a_text_is_some_sentences_and_each_sentence_comes_once() -> None:
