@@ -134,10 +134,10 @@ def speeds(plan: Plan) -> list[str]:
 
 def slower(plan: Plan, config: Any, folder: Path) -> str:
     """A note on a bidirectional plan whose tokens softmax reads faster, on a CPU or on a GPU; empty for others."""
-    rows, read = measured_rows(plan), tokens_read(plan, config, folder)
+    rows, (most, of_what) = measured_rows(plan), tokens_read(plan, config, folder) or (math.inf, "")
     reduced = [step.site for step in plan.linear if step.site.reduction]
     least = {row.where: break_even_tokens(row.points) for row in rows}
-    short = [row.where for row in rows if read and read[0] < least[row.where] + row.narrower]
+    short = [row.where for row in rows if most < least[row.where] + row.narrower]
     if not rows or not (reduced or short):
         return ""
     unit, faster = "keys" if reduced else "tokens", list[str]()
@@ -149,5 +149,5 @@ def slower(plan: Plan, config: Any, folder: Path) -> str:
         layers = layers_named(site.layer for site in reduced)
         why = f"this model's softmax reads fewer keys than tokens ({layers}: {reduced[0].reduction[0]}), which is fast"
     else:
-        why = f"this model reads {read[0]:,} {read[1]}, and softmax reads them faster on {' and '.join(short)}"
+        why = f"this model reads {most:,} {of_what}, and softmax reads them faster on {' and '.join(short)}"
     return f"note: {why}: {'; '.join(faster)}. Convert it to read more {unit} than these, or keep softmax"

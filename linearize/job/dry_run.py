@@ -81,7 +81,7 @@ def dry_run(
             cost = job.cost(rehearsal)
             cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
             samples = [(one.stage, one.stage.batch.blocks * processes()) for one in cost.stages]
-            at = planned[1].folder if planned is not None else folder
+            at: Any = planned[1].folder if planned is not None else folder
             for note in (*stage_notes(rehearsal.model, recipe, samples, at), *not_held_out(recipe)):
                 say(note)
             if planned is not None:
