@@ -197,7 +197,8 @@ def token_layout(
 
     `seen` is how many tokens a cache holds already (None: no cache); `kwargs` are those of the attention function.
     Documents follow what names them (`named_documents`), else the restarts of `position_ids`. With a 2D mask or a cache
-    those restarts mean nothing and transformers ignores them; a 4D mask may come from packing or from padding. One that the
+    those restarts mean nothing and transformers ignores them, but that flash attention (`kwargs["flash"]`) finds them in
+    one row with an empty cache; a 4D mask may come from packing or from padding. One that the
     caller made (`kwargs["own_mask"]`) is all that counts, as for softmax; `read_mask` says which there can be.
     Raises ValueError for a 2D mask of another length (`check_columns`).
     """
@@ -212,10 +213,14 @@ def token_layout(
     if documents is not None:
         return padding, documents
     masked = mask is not None and mask.ndim == 2
-    if positions is None or positions.ndim != 2 or masked or seen is not None or T == 1:
+    found = kwargs.get("flash", False) and seen == 0 and mask is None and B == 1
+    if positions is None or positions.ndim != 2 or masked or not (seen is None or found) or T == 1:
         return padding, None
     alone = positions if padding is None else None
-    return padding, once(alone, ("documents", B, T), lambda: document_numbers(positions, padding).expand(B, T))
+    numbers = once(alone, ("documents", B, T), lambda: document_numbers(positions, padding).expand(B, T))
+    # generate() gives positions of one document always, which needs no numbers.
+    one = found and not is_traced(numbers) and once(alone, ("one document", T), lambda: not bool(numbers.any()))
+    return padding, None if one else numbers
 
 
 def named_documents(kwargs: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
