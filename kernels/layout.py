@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,6 +36,9 @@ _OTHER_DIRECTION = (
     "The architecture makes such a mask for token_type_ids, images or prefixes. Pass text without them, or keep softmax "
     "in the layers that get it (convert --keep-softmax). `with model.teacher():` computes what the source does"
 )
+
+# How PEFT's layers know that they are off.
+ADAPTER_FLAG = "_disable_adapters"
 
 Made = TypeVar("Made")
 # By tensor, the version of it and what was made of that; an entry goes when its tensor does.
@@ -96,6 +100,21 @@ def check_thread(owner: int | None) -> None:
             "another thread is inside teacher() of this model, which switches its layers for all threads. Call the "
             "model when that is over, or load it a second time"
         )
+
+
+@contextmanager
+def adapters(model: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """Within: PEFT's adapters in a model are on, or off."""
+    layers: list[Any] = [m for m in model.modules() if hasattr(type(m), ADAPTER_FLAG) or ADAPTER_FLAG in vars(m)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        # The flag alone: PEFT's own switch would also change which parameters have gradients.
+        layer._disable_adapters = not enabled
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
 
 
 class Grid(NamedTuple):

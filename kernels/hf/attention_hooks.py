@@ -29,6 +29,7 @@ from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
 from ..layout import (
     Geometry,
     TokenLayout,
+    adapters,
     call_geometry,
     call_layout,
     check_direction,
@@ -583,14 +584,19 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
     def teacher(self) -> Iterator[None]:
         """Within: the softmax model on the same weights, with dropout off.
 
-        It is the original, bit for bit, as long as the source's weights are. Where `linearize finetune` has trained
-        them, this warns: the config says so. The switch is in the model, so a call of it in another thread meanwhile
+        It is the original, bit for bit, as long as the source's weights are: adapters are off. Where `linearize finetune`
+        has trained the weights, this warns: the config says so. The switch is in the model, so a call of it in another thread meanwhile
         raises RuntimeError, and so does `teacher()` there.
         """
         if getattr(self.config, TRAINED, False):
             warnings.warn(NO_TEACHER, stacklevel=3)
         hooks: Any = self.linearize_position_hooks
-        with hooks.switched(True), evaluating(self), renamed(self, lambda name: split_name(name)[1]):
+        with (
+            hooks.switched(True),
+            evaluating(self),
+            adapters(self, enabled=False),
+            renamed(self, lambda name: split_name(name)[1]),
+        ):
             yield
 
     @contextmanager
