@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,6 +36,9 @@ _OTHER_DIRECTION = (
     "The architecture makes such a mask for token_type_ids, images or prefixes. Pass text without them, or keep softmax "
     "in the layers that get it (convert --keep-softmax). `with model.teacher():` computes what the source does"
 )
+
+# How PEFT's layers know that they are off.
+ADAPTER_FLAG = "_disable_adapters"
 
 Made = TypeVar("Made")
 # By tensor, the version of it and what was made of that; an entry goes when its tensor does.
@@ -96,6 +100,21 @@ def check_thread(owner: int | None) -> None:
             "another thread is inside teacher() of this model, which switches its layers for all threads. Call the "
             "model when that is over, or load it a second time"
         )
+
+
+@contextmanager
+def adapters(model: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """Within: PEFT's adapters in a model are on, or off."""
+    layers: list[Any] = [m for m in model.modules() if hasattr(type(m), ADAPTER_FLAG) or ADAPTER_FLAG in vars(m)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        # The flag alone: PEFT's own switch would also change which parameters have gradients.
+        layer._disable_adapters = not enabled
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
 
 
 class Grid(NamedTuple):
@@ -197,7 +216,8 @@ def token_layout(
 
     `seen` is how many tokens a cache holds already (None: no cache); `kwargs` are those of the attention function.
     Documents follow what names them (`named_documents`), else the restarts of `position_ids`. With a 2D mask or a cache
-    those restarts mean nothing and transformers ignores them; a 4D mask may come from packing or from padding. One that the
+    those restarts mean nothing and transformers ignores them, but that flash attention (`kwargs["flash"]`) finds them in
+    one row with an empty cache; a 4D mask may come from packing or from padding. One that the
     caller made (`kwargs["own_mask"]`) is all that counts, as for softmax; `read_mask` says which there can be.
     Raises ValueError for a 2D mask of another length (`check_columns`).
     """
@@ -212,10 +232,14 @@ def token_layout(
     if documents is not None:
         return padding, documents
     masked = mask is not None and mask.ndim == 2
-    if positions is None or positions.ndim != 2 or masked or seen is not None or T == 1:
+    found = kwargs.get("flash", False) and seen == 0 and mask is None and B == 1
+    if positions is None or positions.ndim != 2 or masked or not (seen is None or found) or T == 1:
         return padding, None
     alone = positions if padding is None else None
-    return padding, once(alone, ("documents", B, T), lambda: document_numbers(positions, padding).expand(B, T))
+    numbers = once(alone, ("documents", B, T), lambda: document_numbers(positions, padding).expand(B, T))
+    # generate() gives positions of one document always, which needs no numbers.
+    one = found and not is_traced(numbers) and once(alone, ("one document", T), lambda: not bool(numbers.any()))
+    return padding, None if one else numbers
 
 
 def named_documents(kwargs: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:

@@ -29,6 +29,7 @@ from .interface import ALL, HYBRID, TRANSFER, register_backend, split_name
 from ..layout import (
     Geometry,
     TokenLayout,
+    adapters,
     call_geometry,
     call_layout,
     check_direction,
@@ -45,7 +46,17 @@ from ..mixer import Mixer, AttentionSite, mixer_at, positions
 from ..layers.rotary import Rotation, rotation_of
 from .position_hooks import PositionHooks, places_in
 from .cuda_graphs import Replayed
-from .cache import CACHE_NAMES, StateLayer, cache_in, check_kind, check_rows, record_past, state_slot
+from .cache import (
+    CACHE_NAMES,
+    StateLayer,
+    cache_in,
+    check_documents,
+    check_kind,
+    check_rows,
+    forgotten_in,
+    record_past,
+    state_slot,
+)
 
 # What attention modules call their norms of q and k.
 HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
@@ -124,6 +135,8 @@ def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     places = places | places_in(bound) if mixer.site.causal or not mixer.site.routed else {}
     if mixer.position_hooks.own_mask():
         places["own_mask"] = True
+    if "flash" in backend:
+        places["flash"] = True
     call = mixer.calls[this_thread()] = Call(x, slot, places, call_geometry(mixer, x, bound))
     if prefix == TRANSFER or not mixer.drop_rope:
         return None
@@ -210,6 +223,7 @@ def mixer_attention(
     seen = None if slot is None else slot.seen - q.shape[1]
     causal = is_causal(module, kwargs, mixer.site.causal)
     call.check(mixer, attention_mask, q.shape[1], seen, causal)
+    check_documents(slot, attention_mask, own="own_mask" in call.places, alone=prefix == ALL)
     rows = getattr(slot, "rows", None) if mixer.pools else None  # an earlier version's slot knows no rows
     layout = layout_of_call(mixer, call, causal, attention_mask, (q.shape[0], q.shape[1]), seen, kwargs, rows)
     inputs = (q, k, v, call.x.to(q.device))
@@ -449,8 +463,9 @@ def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if hooks.teacher or prefix == TRANSFER or given.get("position_ids") is not None or x is None:
         return None
     B, T = x.shape[:2]
-    documents = named_documents(given, (B, T))
-    if documents is None and not part.linearize_counts:
+    cache = cache_in(given)
+    forgotten, documents = forgotten_in(cache), named_documents(given, (B, T))
+    if documents is None and forgotten is None and not part.linearize_counts:
         return None
     images = any(value is not None and ("pixel" in name or "grid_thw" in name) for name, value in given.items())
     if part.linearize_grids and images:
@@ -464,17 +479,19 @@ def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "knows no documents. Pass position_ids that restart with each document, use_cache=False and no attention_mask; "
             "the model then keeps them apart if its source does"
         )
-    cache = cache_in(given)
     seen = 0 if cache is None else cache.get_seq_length()
     mask = mask if isinstance(mask, Tensor) and mask.shape[-1] == seen + T else None
     if mask is not None and mask.ndim == 2:
         real = mask != 0  # some say 2 of the second document
-        places = positions(real[:, seen:], documents, real[:, :seen].sum(1), (B, T))
+        before = real[:, :seen]
+        if forgotten is not None:
+            before = before & (torch.arange(seen, device=before.device) >= forgotten[:, None])
+        places = positions(real[:, seen:], documents, before.sum(1), (B, T))
     elif mask is not None and is_own_mask(mask) and mask.shape[-2] == T and _sees_all(part.config):
         # A token sees those of its document up to itself.
         places = shown(mask[:, 0]).sum(-1).expand(B, -1) - 1
-    elif documents is not None:
-        places = positions(None, documents, seen, (B, T))
+    elif documents is not None or forgotten is not None:
+        places = positions(None, documents, seen if forgotten is None else seen - forgotten, (B, T))
     else:
         return None
     return (), {**given, "position_ids": places.clamp_min(0)}
@@ -567,14 +584,19 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
     def teacher(self) -> Iterator[None]:
         """Within: the softmax model on the same weights, with dropout off.
 
-        It is the original, bit for bit, as long as the source's weights are. Where `linearize finetune` has trained
-        them, this warns: the config says so. The switch is in the model, so a call of it in another thread meanwhile
+        It is the original, bit for bit, as long as the source's weights are: adapters are off. Where `linearize finetune`
+        has trained the weights, this warns: the config says so. The switch is in the model, so a call of it in another thread meanwhile
         raises RuntimeError, and so does `teacher()` there.
         """
         if getattr(self.config, TRAINED, False):
             warnings.warn(NO_TEACHER, stacklevel=3)
         hooks: Any = self.linearize_position_hooks
-        with hooks.switched(True), evaluating(self), renamed(self, lambda name: split_name(name)[1]):
+        with (
+            hooks.switched(True),
+            evaluating(self),
+            adapters(self, enabled=False),
+            renamed(self, lambda name: split_name(name)[1]),
+        ):
             yield
 
     @contextmanager

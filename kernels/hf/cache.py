@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.utils.import_utils import is_tracing
 
-from ..layout import TokenLayout, joined, part_of
+from ..layout import TokenLayout, is_traced, joined, once, part_of, shown
 
 # How many of the last tokens can be removed from a cache that records its past.
 UNDO = 128
@@ -59,6 +60,8 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.state: Any = None
         self.seen = 0
+        # How many tokens of each row [B] are of earlier documents than the state's; None: none is.
+        self.forgotten: Tensor | None = None
         # Which mechanism, with which options, wrote the state; None where a version wrote it that did not say.
         self.kind: str | None = None
         # Set by attention_hooks.py for one call of a layer with a mixer: nothing else can read a state.
@@ -83,6 +86,7 @@ class StateLayer(CacheLayerMixin):
 
     def absorb(self, mixer: Any, inputs: tuple[Tensor, ...], layout: TokenLayout) -> Tensor:
         """The mixer's output [B,T,H,Dv] for new tokens, which go into the state; `inputs` are q, k, v and x."""
+        self.forgotten = forgotten_after(layout.segments, self.seen - inputs[0].shape[1], self.forgotten)
         if not self.record_past:
             self.past.clear()
             o, self.state = mixer(*inputs, layout, self.state)
@@ -149,7 +153,7 @@ class StateLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.state = map_state(change, self.state)
+        self.state, self.forgotten = map_state(change, self.state), map_state(change, self.forgotten)
         self.past.clear()  # of other rows
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -162,7 +166,7 @@ class StateLayer(CacheLayerMixin):
         self._map(lambda part: part[indices.to(part.device)])
 
     def reset(self) -> None:
-        self.state, self.seen = None, 0
+        self.state, self.seen, self.forgotten = None, 0, None
         self.past.clear()
 
     def offload(self) -> None:
@@ -245,6 +249,47 @@ def check_kind(slot: Any, kind: str) -> None:
             "DynamicCache() of its own"
         )
     slot.kind = kind
+
+
+def forgotten_after(documents: Tensor | None, seen: int, before: Tensor | None) -> Tensor | None:
+    """`StateLayer.forgotten` after a call with these documents [B,T]; a cache held `seen` tokens, and forgot `before`."""
+    if documents is None:
+        return before
+
+    def made() -> Tensor | None:
+        last = documents == documents[:, -1:]
+        starts = torch.where(last[:, 0], 0, seen + last.int().argmax(1))
+        return starts if is_traced(starts) or bool(starts.any()) else None
+
+    starts = once(documents, ("forgotten", seen), made)
+    return starts if before is None or starts is None else torch.where(starts > 0, starts, before)
+
+
+def forgotten_in(cache: Any) -> Tensor | None:
+    """`StateLayer.forgotten` of a cache, the same in all its states."""
+    found = (getattr(layer, "forgotten", None) for layer in getattr(cache, "layers", ()))
+    return next((one for one in found if one is not None), None)
+
+
+def check_documents(slot: Any, mask: Any, *, own: bool, alone: bool) -> None:
+    """Raise ValueError where a call goes on with a state that has forgotten tokens of the cache, and layers that keep
+    softmax see them: always (not `alone`), but for a mask of the caller's `own` that hides them, which must."""
+    forgotten = getattr(slot, "forgotten", None)  # the slot may belong to an earlier version's copy of this file
+    own = own and isinstance(mask, Tensor) and mask.ndim == 4
+    if forgotten is None or (alone and not own):
+        return
+    wrong = forgotten > 0
+    if own:
+        hidden = torch.arange(mask.shape[-1], device=mask.device) < forgotten[:, None, None]
+        wrong = shown(mask[:, 0]) & hidden
+    message = (
+        "the cache holds several documents in one row: linear layers go on in the last one, and softmax would see all. "
+        "Fill a cache with the last document alone, or pass a 4D attention_mask that hides the tokens of the others"
+    )
+    if is_tracing(wrong):
+        torch._assert_async(~wrong.any(), message)
+    elif bool(wrong.any()):
+        raise ValueError(message)
 
 
 def state_slot(cache: Any, layer_idx: int, *, alone: bool) -> StateLayer:

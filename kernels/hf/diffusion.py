@@ -25,7 +25,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layout import TokenLayout, call_grid, check_thread, this_thread, watch_patches
+from ..layout import TokenLayout, adapters, call_grid, check_thread, this_thread, watch_patches
 from ..mixer import Mixer, AttentionSite
 
 # The functions through which processors compute softmax: on [B,T,H,D], and on [B,H,T,D] as a member of F.
@@ -135,7 +135,8 @@ class Linearized:
 
     @contextmanager
     def teacher(self) -> Iterator[None]:
-        """Within: the attention processors of the source, and so the source bit for bit, on the same weights.
+        """Within: the attention processors of the source, and so the source bit for bit, on the same weights; adapters
+        are off.
 
         A call in another thread meanwhile raises RuntimeError, and so does `teacher()` there.
         """
@@ -145,7 +146,8 @@ class Linearized:
         for processor in processors:
             processor.teaching = threading.get_ident()
         try:
-            yield
+            with adapters(self, enabled=False):
+                yield
         finally:
             for processor in processors:
                 processor.teaching = outer

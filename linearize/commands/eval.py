@@ -134,7 +134,7 @@ def evaluate(
         from ..diffusion.convert import holds_diffusers
         from ..errors import LinearizeError, did_you_mean
         from ..page.record import EVAL
-        from ..recipe.data import DemoSource
+        from ..recipe.data import DemoSource, holds_images
         from ..train.runs import heldout_of
 
     given = {"lengths": lengths, "trials": trials, "generate": generate, "seed": seed}
@@ -198,7 +198,7 @@ def evaluate(
 
     from ..data.kinds import has_head
     from ..measure.answers import compare_answers
-    from ..measure.compare import EvalRequest, check_eval, compare, parse_lengths, text_recipe
+    from ..measure.compare import EvalRequest, check_eval, check_lengths, compare, parse_lengths, text_recipe
     from ..measure.embeddings import compare_embeddings
     from ..measure.evaluate import check_finite, random_teacher_warning
     from ..measure.generate import load_any, switch_off, with_tokenizer
@@ -235,6 +235,8 @@ def evaluate(
             say(warning)
     else:
         _refuse(given, OF_TEXT, f"a {type(ours.model).__name__} writes no text")
+        if not holds_images(text.data.eval):
+            check_lengths((ours.model, theirs.model), text)
         if has_head(ours.model) or has_head(theirs.model):
             result |= compare_answers(ours, theirs, text, batch_tokens, tell)
             answers_table(result)

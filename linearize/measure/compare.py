@@ -77,10 +77,10 @@ def check_pair(student: Loaded, teacher: Loaded) -> None:
         )
 
 
-def check_lengths(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalRequest) -> None:
+def check_lengths(models: Sequence[Any], recipe: Recipe, longest: int = 0) -> None:
     """Raise LinearizeError (exit 2) for texts of more tokens than one of the models takes."""
-    for length, option in ((recipe.data.pack.seq_len, "data.pack.seq_len="), (max(request.lengths), "--lengths ")):
-        for model in (student.model, teacher.model):
+    for length, option in ((recipe.data.pack.seq_len, "data.pack.seq_len="), (longest, "--lengths ")):
+        for model in models:
             most = most_tokens(model)
             if most is not None and length > most:
                 message = f"{type(model).__name__} takes at most {most} tokens"
@@ -109,7 +109,7 @@ def compare(student: Loaded, teacher: Loaded, recipe: Recipe, request: EvalReque
     if holds_images(recipe.data.eval):
         raise LinearizeError(f"the recipe's data.eval holds images, and these models are compared on text; {SET_EVAL}")
     check_pair(student, teacher)
-    check_lengths(student, teacher, recipe, request)
+    check_lengths((student.model, teacher.model), recipe, max(request.lengths))
     with tempfile.TemporaryDirectory() as cache:
         blocks = read_blocks(recipe, student.tokenizer, Path(cache))
         result = measure(student.model, teacher.model, student.tokenizer, blocks, recipe.eval.max_tokens, request)

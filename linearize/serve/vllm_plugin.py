@@ -29,6 +29,7 @@ PROJECTION = re.compile(r"\.([qkv]|qkv)_proj$|query_key_value$|c_attn$")
 # What the engine is asked for that linear layers do not do, and why.
 PIPELINE_PARALLEL = "pipeline parallelism: not written for layers with a state. Run one engine for each GPU"
 CONTEXT_PARALLEL = "context parallelism: a state is not a row of tokens that processes can divide"
+KV_TRANSFER = "KV transfer or offloading: connectors move keys and values of blocks, and a state is neither"
 SPECULATION = "speculative decoding: one state is kept for each sequence, and it cannot drop rejected tokens"
 LORA = "LoRA adapters: vLLM's LoRA does not know mixers, which an adapter may change. Merge it into the weights first"
 PREFIX_CACHING = (
@@ -72,8 +73,11 @@ def renaming(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of vLLM's registry that gets our architecture name in place of a converted model's own."""
 
     def call(architectures: str | list[str], model_config: Any) -> Any:
-        config = getattr(model_config, "hf_config", None)
-        return method(served_name(model_config) if is_converted(config) else architectures, model_config)
+        if not is_converted(getattr(model_config, "hf_config", None)):
+            return method(architectures, model_config)
+        if model_config.model_impl == "transformers":  # ours are, and vLLM would take its own class, without states
+            model_config.model_impl = "auto"
+        return method(served_name(model_config), model_config)
 
     return call
 
@@ -192,6 +196,8 @@ def refusals(vllm_config: Any) -> list[str]:
         PIPELINE_PARALLEL: parallel.pipeline_parallel_size > 1,
         CONTEXT_PARALLEL: getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        KV_TRANSFER: vllm_config.kv_transfer_config is not None
+        or bool(getattr(vllm_config.cache_config, "kv_offloading_size", None)),
         SPECULATION: vllm_config.speculative_config is not None,
         LORA: vllm_config.lora_config is not None,
         STATES.format(states): states not in ("auto", "float32"),

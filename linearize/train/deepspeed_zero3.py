@@ -26,13 +26,27 @@ from linearize_kernels.hf.attention_hooks import mixers_of
 from ..errors import IncompatibleError, ResourceError
 from ..recipe.recipe import Recipe
 
+# What a DeepSpeed config may say beside `zero_optimization`, and where the recipe does.
+OF_RECIPE = {
+    "gradient_clipping": "stages.optimizer.max_grad_norm",
+    "gradient_accumulation_steps": "stages.batch.gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "stages.batch.per_device",
+    "train_batch_size": "stages.batch",
+    "optimizer": "stages.optimizer",
+    "scheduler": "stages.schedule",
+    "bf16": "runtime.precision",
+    "fp16": "runtime.precision",
+}
+# Of `zero_optimization`, what divides or rounds weights in another way, or moves them.
+OTHER_SHARDS = ("mics_shard_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+                "zero_quantized_nontrainable_weights", "cpu_offload", "cpu_offload_params")  # fmt: skip
 INSTEAD = "or launch with --use_fsdp --fsdp_version 2, which shards the same"
 
 
 def read_config(recipe: Recipe, precision: str) -> dict[str, Any] | None:
     """DeepSpeed's `zero_optimization` as `accelerate launch` was told, or None; optimizer and batch are the recipe's.
 
-    Raises LinearizeError: exit 4 without deepspeed, exit 3 for what is not supported.
+    Raises LinearizeError: exit 4 without deepspeed, exit 3 for what is not supported or not as in the recipe.
     """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
@@ -45,13 +59,25 @@ def read_config(recipe: Recipe, precision: str) -> dict[str, Any] | None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the first import
     from accelerate import DeepSpeedPlugin
 
-    config = dict(DeepSpeedPlugin().deepspeed_config["zero_optimization"])
-    stage = config.get("stage")
-    away = [config.pop(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    try:
+        told = DeepSpeedPlugin().deepspeed_config
+        config = {key: value for key, value in told["zero_optimization"].items() if value != "auto"}
+        away = [(config.pop(key, None) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        stage = DeepSpeedZeroConfig(**config).stage
+    except ValueError as error:
+        reason = " ".join(str(error).split("[type=")[0].split()).rstrip(".")
+        raise IncompatibleError(f"DeepSpeed's config cannot be used: {reason}. Launch with --zero_stage 3") from error
+    other = [key for key in OTHER_SHARDS if config.get(key) is True or int(config.get(key) or 0) > 1]
+    apart = [key for key in OF_RECIPE if not _agrees(key, told.get(key), recipe, precision)]
     refused = {
         f"DeepSpeed ZeRO stage {stage} is not supported: launch with --zero_stage 3, {INSTEAD}": stage != 3,
         "DeepSpeed's offloading is not supported: launch with --offload_optimizer_device none "
         "--offload_param_device none": any(device not in (None, "none") for device in away),
+        f"DeepSpeed's {', '.join(other)} is not supported: leave it out of zero_optimization": bool(other),
+        f"DeepSpeed's config has {', '.join(apart)}, which the recipe says: leave it out, and set "
+        f"{', '.join(dict.fromkeys(OF_RECIPE[key] for key in apart))}": bool(apart),
         "DeepSpeed with runtime.compile is not supported: set runtime.compile: false": recipe.runtime.compile is True,
         "DeepSpeed with runtime.precision fp16 is not supported: use bf16": precision == "fp16",
     }
@@ -59,7 +85,21 @@ def read_config(recipe: Recipe, precision: str) -> dict[str, Any] | None:
         if found:
             raise IncompatibleError(message)
     # Whatever stays gathered would not see what the optimizer writes into the shards.
-    return {k: v for k, v in config.items() if v != "auto"} | {"stage3_param_persistence_threshold": 0}
+    return config | {"stage3_param_persistence_threshold": 0}
+
+
+def _agrees(key: str, value: Any, recipe: Recipe, precision: str) -> bool:
+    """Whether a value of a DeepSpeed config leaves all to the recipe, or says the same; accelerate accumulates 1."""
+    if value in (None, "auto") or (key, value) == ("gradient_accumulation_steps", 1):
+        return True
+    if key in ("bf16", "fp16"):
+        return value.get("enabled") is not True or precision == key
+    found = {
+        "gradient_clipping": {stage.optimizer.max_grad_norm for stage in recipe.stages},
+        "gradient_accumulation_steps": {stage.batch.gradient_accumulation_steps for stage in recipe.stages},
+        "train_micro_batch_size_per_gpu": {stage.batch.per_device for stage in recipe.stages},
+    }
+    return [*found.get(key, ())] == [value]
 
 
 def partition(model: Any, accelerator: Accelerator, config: dict[str, Any], trained: Container[str]) -> None:

@@ -9,7 +9,6 @@ adapters.
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
+
+from linearize_kernels.layout import adapters
 
 from ..errors import IncompatibleError, did_you_mean
 from ..recipe.recipe import Stage
@@ -177,7 +178,7 @@ class Student:
         """Within: no gradients, and the head of `teacher()`; of a model in shards all but its weights, which
         `chunked_head.gathered_head` has: to swap shards is to copy them."""
         if self.other is None and is_divided(self.model):
-            with _adapters(self.model, enabled=False), torch.no_grad():
+            with adapters(self.model, enabled=False), torch.no_grad():
                 yield
         else:
             with self.teacher():
@@ -195,7 +196,7 @@ class Student:
     @contextlib.contextmanager
     def teacher_state(self) -> Iterator[None]:
         """Within: source weights, no adapters, no gradients; the model's own switches turn dropout off."""
-        with self.source_weights(), _adapters(self.model, enabled=False), torch.no_grad():
+        with self.source_weights(), adapters(self.model, enabled=False), torch.no_grad():
             yield
 
     @contextlib.contextmanager
@@ -248,7 +249,7 @@ class Student:
         names = {n for n, p in self.named_parameters() if id(p) in inside and n in self._aside}
         source = self._swap({name: self._aside[name] for name in names})
         try:
-            with _adapters(module, enabled=True):
+            with adapters(module, enabled=True):
                 yield
         finally:
             self._swap(source)
@@ -276,22 +277,6 @@ class Student:
 def is_source(name: str) -> bool:
     """True for a parameter that the source model has."""
     return ".mixer." not in name and ".lora_" not in name
-
-
-@contextlib.contextmanager
-def _adapters(module: nn.Module, enabled: bool) -> Iterator[None]:
-    # Importing peft takes longer than the rest of an estimate; where nothing has, there are no adapters.
-    peft = sys.modules.get("peft.tuners.tuners_utils")
-    layers: list[Any] = [] if peft is None else [m for m in module.modules() if isinstance(m, peft.BaseTunerLayer)]
-    before = [layer._disable_adapters for layer in layers]
-    for layer in layers:
-        # The flag alone: peft's own switch would also flip requires_grad of the adapter in the middle of a step.
-        layer._disable_adapters = not enabled
-    try:
-        yield
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer._disable_adapters = was
 
 
 def check_targets(model: nn.Module, targets: Iterable[str]) -> None:

@@ -212,6 +212,11 @@ def test_peft_trains_and_merges(folder: Path, tmp_path: Path) -> None:
         optimizer.step()
     adapted = model.eval()(input_ids=ids).logits
     assert not torch.allclose(adapted, load(folder)(input_ids=ids).logits, atol=1e-4)
+    plain, trains = load(folder), [p.requires_grad for p in model.parameters()]
+    with plain.teacher(), model.teacher(), torch.no_grad():  # the source's adapters are none
+        assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert torch.equal(model(input_ids=ids).logits, adapted)
+    assert [p.requires_grad for p in model.parameters()] == trains
     model.save_pretrained(tmp_path / "adapter")
     again = PeftModel.from_pretrained(load(folder), tmp_path / "adapter").eval()
     assert torch.allclose(again(input_ids=ids).logits, adapted, atol=1e-5)

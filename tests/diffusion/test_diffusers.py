@@ -26,6 +26,7 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 import diffusers
+import peft
 from diffusion import pipeline, sample, saved_pipelines, transformer
 
 from linearize.checkpoint.shards import tensor_sha256
@@ -166,6 +167,19 @@ def test_convert_and_verify_by_command(sources: dict[str, Path], tmp_path: Path,
     assert rows["transformer: softmax teacher"]["difference"] == 0.0
     assert {row["status"] for row in rows.values()} == {"passed"}
     assert {"trust", "untouched weights"} < rows.keys()
+
+
+def test_the_teacher_has_no_adapters(sources: dict[str, Path], tmp_path: Path) -> None:
+    converted(sources[WAN], tmp_path / "linear", "mhla")
+    model = load(tmp_path / "linear/transformer")
+    inputs = make_latents(model)
+    with model.teacher():
+        wanted = denoised(model, inputs)
+    model.add_adapter(peft.LoraConfig(target_modules=["to_q"], init_lora_weights=False))
+    adapted = denoised(model, inputs)
+    with model.teacher():
+        assert torch.equal(denoised(model, inputs), wanted)
+    assert torch.equal(denoised(model, inputs), adapted)
 
 
 def test_teacher_belongs_to_one_thread(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +17,11 @@ from models import HYBRID, Zoo, convert_folder, load, logits, save_source, small
 from torch import Tensor
 from transformers import AutoModel, BertConfig, BertModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.convert import convert, plan_conversion
 from linearize_kernels import layout
+from linearize_kernels.hf.attention_hooks import renamed
 from linearize_kernels.hf.interface import documents_apart
 from linearize_kernels.layout import read_mask
 
@@ -486,6 +489,63 @@ def test_named_documents_go_on_from_a_cache(source: Path, tmp_path: Path) -> Non
         cache = model(ids[:, :8], use_cache=True).past_key_values
         out = model(ids[:, 8:], past_key_values=cache, use_cache=True, **by_bounds((5, 17))).logits
     assert relative_error(out, apart(model, ids, (13, 17))[:, 8:]) < EXACT
+
+
+@pytest.mark.parametrize("name", [by_bounds, by_numbers])
+@every_mechanism
+def test_a_cache_goes_on_in_the_last_of_named_documents(
+    source: Path, tmp_path: Path, mechanism: str, name: Any
+) -> None:
+    """Its tokens are numbered from its beginning, also beside padding, and for rows that others took the place of."""
+    model, ids = linear(source, tmp_path, mechanism), tokens(1, 40)
+    expected = logits(model, ids[:, 13:])[:, 20:]
+    for mask in (None, torch.ones_like(ids)):
+        with torch.no_grad():
+            first = {} if mask is None else {"attention_mask": mask[:, :33]}
+            cache = model(ids[:, :33], use_cache=True, **name((13, 20)), **first).past_key_values
+            cache.reorder_cache(torch.zeros(2, dtype=torch.long))
+            both = ids.expand(2, -1)
+            for start, end in ((33, 36), (36, 37), (37, 40)):
+                second = {} if mask is None else {"attention_mask": mask[:, :end].expand(2, -1)}
+                out = model(both[:, start:end], past_key_values=cache, **second).logits
+                assert relative_error(out, expected[:, start - 33 : end - 33].expand_as(out)) < EXACT
+
+
+def test_softmax_does_not_go_on_behind_several_documents(zoo: Zoo) -> None:
+    """It would see them all. A mask of the caller's own may hide those before the last, and no others."""
+    model, linear_model, ids, mask = zoo.model("llama", HYBRID), zoo.model("llama"), tokens(1, 15), documents((5, 10))
+    for told in (by_bounds((5, 7)), by_numbers((5, 7)), {"attention_mask": mask[:, :, :12, :12]}):
+        with torch.no_grad():
+            cache = model(ids[:, :12], use_cache=True, **told).past_key_values
+            with pytest.raises(ValueError, match=r"cache.*documents.*4D attention_mask"):
+                model(ids[:, 12:], past_key_values=cache, position_ids=torch.tensor([[7, 8, 9]]))
+    with pytest.raises(ValueError, match=r"cache.*documents"):
+        model.generate(ids, max_new_tokens=3, **by_bounds((5, 10)))
+    for one in (model, linear_model):
+        with torch.no_grad():
+            cache = one(ids[:, :12], use_cache=True, **by_bounds((5, 7))).past_key_values
+            out = one(ids[:, 12:], past_key_values=copy.deepcopy(cache), attention_mask=mask[:, :, 12:]).logits
+            assert relative_error(out, logits(one, ids[:, 5:])[:, 7:]) < EXACT
+            with pytest.raises(ValueError, match=r"cache.*documents"):
+                one(ids[:, 12:], past_key_values=cache, attention_mask=documents((15,))[:, :, 12:])
+    one_document = logits(model, ids)
+    with torch.no_grad():
+        cache = model(ids[:, :12], use_cache=True, **by_bounds((12,))).past_key_values
+        assert relative_error(model(ids[:, 12:], past_key_values=cache).logits, one_document[:, 12:]) < EXACT
+
+
+def test_flash_attention_finds_documents_with_an_empty_cache(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In positions that restart, in one row, as linear layers then do; transformers' other softmax does not."""
+    flash = "flash_attention_2"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, flash, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model, ids = zoo.model("llama"), tokens(1, 12)
+    places = torch.tensor([[*range(5), *range(7)]])
+    expected = apart(model, ids, (5, 7))
+    with renamed(model, lambda name: "linearize_all_" + flash), torch.no_grad():
+        out = model(ids, position_ids=places, use_cache=True)
+        assert relative_error(out.logits, expected) < EXACT
+        rows = model(ids.expand(2, -1), position_ids=places.expand(2, -1), use_cache=True).logits
+        assert relative_error(rows[:1], expected) > 1e-2
 
 
 def test_images_place_named_documents_themselves(tmp_path: Path) -> None:

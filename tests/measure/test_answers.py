@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForImageClassification,
     BertConfig,
     BertForMaskedLM,
+    BertModel,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessor,
@@ -104,6 +105,18 @@ def test_hidden_tokens_of_masked_text(linearize: Command, place: Path, monkeypat
         read_evaluation(place, written)
     assert (again["kl"], again["top1_agreement"]) == (pytest.approx(0.0, abs=1e-6), 1.0)
     assert again["student_accuracy"] == again["teacher_accuracy"] == found["teacher_accuracy"]
+
+
+def test_texts_of_more_tokens_than_a_model_takes_are_refused(linearize: Command, place: Path, tmp_path: Path) -> None:
+    BertModel(BertConfig(**SMALL, vocab_size=VOCAB + 1)).save_pretrained(tmp_path / "bert")
+    byte_tokenizer().save_pretrained(tmp_path / "bert")
+    plan = plan_conversion(str(tmp_path / "bert"), "la")
+    convert(*plan, tmp_path / "bert-la", level="none", say=lambda line: None)
+    for folder in (place, tmp_path):
+        given = (f"data.eval={{files: ['{place / 'heldout.txt'}']}}", "data.pack.seq_len=513")
+        code, _, err = linearize("eval", folder / "bert-la", "--teacher", folder / "bert", *given)
+        assert code == Exit.USAGE, err
+        assert holds(err, "data.pack.seq_len=513", "at most 512 tokens")
 
 
 def test_what_cannot_be_compared_is_refused(linearize: Command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

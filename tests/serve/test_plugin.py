@@ -37,7 +37,7 @@ def config_of(kind: str = "Qwen3Config", layers: tuple[int, ...] = (0, 1, 3), **
 
 def model_config(config: Any, experts: bool = False) -> Any:
     """What vLLM knows of a model, as far as the plugin reads it."""
-    return SimpleNamespace(hf_config=config, is_moe=experts)
+    return SimpleNamespace(hf_config=config, is_moe=experts, model_impl="auto")
 
 
 def test_layers_are_read_from_the_config() -> None:
@@ -79,10 +79,13 @@ def test_a_converted_model_gets_the_class_that_fits_its_layers(
     layers: tuple[int, ...], experts: bool, name: str
 ) -> None:
     asked: list[Any] = []
-    method = vllm_plugin.renaming(lambda architectures, config: asked.append(architectures))
-    method(["LinearizedQwen3ForCausalLM"], model_config(config_of(layers=layers), experts))
-    method(["Qwen3ForCausalLM"], model_config(transformers.Qwen3Config()))
-    assert asked == [name, ["Qwen3ForCausalLM"]]
+    method = vllm_plugin.renaming(lambda architectures, config: asked.append((architectures, config.model_impl)))
+    for named in ("auto", "transformers"):  # by which vLLM would take its class without states
+        ours, other = model_config(config_of(layers=layers), experts), model_config(transformers.Qwen3Config())
+        ours.model_impl = other.model_impl = named
+        method(["LinearizedQwen3ForCausalLM"], ours)
+        method(["Qwen3ForCausalLM"], other)
+        assert asked[-2:] == [(name, "auto"), (["Qwen3ForCausalLM"], named)]
 
 
 @pytest.mark.parametrize(
@@ -134,8 +137,11 @@ def engine(**changes: Any) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: changes.pop(name, value) for name, value in parallel.items()}),
         model_config=SimpleNamespace(quantization=changes.pop("quantization", None)),
-        cache_config=SimpleNamespace(mamba_ssm_cache_dtype=changes.pop("mamba_ssm_cache_dtype", "auto")),
-        **{"speculative_config": None, "lora_config": None, **changes},
+        cache_config=SimpleNamespace(
+            mamba_ssm_cache_dtype=changes.pop("mamba_ssm_cache_dtype", "auto"),
+            kv_offloading_size=changes.pop("kv_offloading_size", None),
+        ),
+        **{"speculative_config": None, "lora_config": None, "kv_transfer_config": None, **changes},
     )
 
 
@@ -146,6 +152,8 @@ def engine(**changes: Any) -> Any:
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "LoRA adapters"),
+        ({"kv_transfer_config": object()}, "KV transfer or offloading"),
+        ({"kv_offloading_size": 1.0}, "KV transfer or offloading"),
         ({"quantization": "awq"}, "quantization"),
         ({"mamba_ssm_cache_dtype": "bfloat16"}, "states in bfloat16"),
     ],

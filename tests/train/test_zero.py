@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from test_processes import FINETUNE, STEPS, assert_same_run, model, one, recipe_
 from training import AT, base, make_recipe, metrics, stage, train, write_recipe
 
 from linearize.errors import Exit, LinearizeError
+from linearize.train.deepspeed_zero3 import read_config
 
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 needs_deepspeed = pytest.mark.skipif(
@@ -66,6 +68,38 @@ def test_zero_in_mixed_precision(model: Path, tmp_path: Path) -> None:  # noqa: 
     done = launch(*FINETUNE, write_recipe(tmp_path / "two", folder, *both, runtime=runtime), **ZERO)
     assert done.returncode == 0, done.stderr[-3000:]
     assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=1e-3)
+
+
+Z3: dict[str, Any] = {"stage": 3}
+CONFIGS: list[tuple[Any, str]] = [
+    ("{", "config cannot be used"),
+    ({}, "ZeRO optimization config"),
+    ({"zero_optimization": {**Z3, "nonsense": 1}}, "nonsense"),
+    ({"zero_optimization": {**Z3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+    ({"zero_optimization": {**Z3, "mics_shard_size": 2}}, "mics_shard_size"),
+    ({"zero_optimization": Z3, "gradient_clipping": 0.5}, "gradient_clipping.*max_grad_norm"),
+    ({"zero_optimization": Z3, "gradient_accumulation_steps": 3}, "stages.batch.gradient_accumulation_steps"),
+    ({"zero_optimization": Z3, "fp16": {"enabled": True}}, "fp16.*runtime.precision"),
+    ({"zero_optimization": Z3, "optimizer": {"type": "AdamW"}}, "optimizer"),
+]
+
+
+@needs_deepspeed
+def test_a_config_file_says_what_the_recipe_says_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(tmp_path, tmp_path, stage("logit_kl"), runtime={"device": "cpu"})
+    own = recipe.stages[0]
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    same = {"gradient_clipping": own.optimizer.max_grad_norm, "train_micro_batch_size_per_gpu": own.batch.per_device}
+    left = {"train_batch_size": "auto", "optimizer": "auto", "bf16": {"enabled": "auto"}}
+    plain = {"stage": "3", "offload_param": None, "zero_hpz_partition_size": 1, "overlap_comm": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": plain, **same, **left}))
+    assert read_config(recipe, "no") is not None
+    for given, message in CONFIGS:
+        (tmp_path / "ds.json").write_text(given if isinstance(given, str) else json.dumps(given))
+        with pytest.raises(LinearizeError, match=message) as caught:
+            read_config(recipe, "no")
+        assert caught.value.code == Exit.INCOMPATIBLE
 
 
 REFUSED = [
