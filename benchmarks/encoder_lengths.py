@@ -37,40 +37,49 @@ def dtype_here() -> torch.dtype:
     return torch.bfloat16 if here() == "cuda" else torch.float32
 
 
+Run = Callable[[], Any]
+
+
 @torch.no_grad()
-def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """The median time of a pass, after two that are not counted."""
+def seconds(runs: list[Run], repeats: int) -> list[float]:
+    """The median time of a pass of each, after two that are not counted. They take turns, since what else runs on the
+    machine changes."""
     clock = time.perf_counter if here() == "cuda" else time.process_time
     found = []
     for _ in range(repeats + 2):
-        start = clock()
-        run()
-        if here() == "cuda":
-            torch.cuda.synchronize()
-        found.append(clock() - start)
-    return statistics.median(found[2:])
+        times = []
+        for run in runs:
+            start = clock()
+            run()
+            if here() == "cuda":
+                torch.cuda.synchronize()
+            times.append(clock() - start)
+        found.append(times)
+    return [statistics.median(times) for times in zip(*found[2:], strict=True)]
+
+
+def of_block(mechanism: str | None, tokens: int, together: int = 0) -> tuple[Any, Any]:
+    """A block on squares of patches, with `mechanism:option=value,..` or SDPA, and its input."""
+    side = round(tokens**0.5)
+    shape = BlockShape(max(1, together // tokens), (side, side), 6, 64, 1536, 1)
+    return make_blocks(shape, mechanism).to(dtype_here()).eval(), block_inputs(shape).to(dtype_here())
 
 
 @torch.no_grad()
-def of_block(mechanism: str | None, tokens: int, repeats: int, together: int = 0, compiled: bool = False) -> float:
-    """Seconds of a pass of a block on squares of patches, with `mechanism:option=value,..` or SDPA."""
+def compiled_seconds(block: Any, x: Any, repeats: int) -> float:
+    """The time of a pass of the compiled block, on a GPU in a CUDA graph."""
     torch.compiler.reset()  # earlier ones count: past a limit torch runs what it has not compiled
-    side = round(tokens**0.5)
-    shape = BlockShape(max(1, together // tokens), (side, side), 6, 64, 1536, 1)
-    blocks: Any = make_blocks(shape, mechanism).to(dtype_here()).eval()
-    x = block_inputs(shape).to(dtype_here())
-    run = partial(torch.compile(blocks, dynamic=False) if compiled else blocks, x)
-    return captured_us([run] * PASSES) / 1e6 if compiled and here() == "cuda" else seconds(run, repeats)
+    run = partial(torch.compile(block, dynamic=False), x)
+    return captured_us([run] * PASSES) / 1e6 if here() == "cuda" else seconds([run], repeats)[0]
 
 
-def of_model(folder: str, size: int, repeats: int) -> float:
+def of_model(folder: str, size: int) -> Run:
     """A model of text on a row of one token, repeated, or a model of images on a square one."""
     model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=dtype_here()).to(here()).eval()
     if model.main_input_name == "pixel_values":
-        image = torch.zeros(1, 3, size, size, device=here(), dtype=dtype_here())
-        return seconds(lambda: model(pixel_values=image), repeats)
+        return partial(model, pixel_values=torch.zeros(1, 3, size, size, device=here(), dtype=dtype_here()))
     ids = torch.ones(1, size, dtype=torch.long, device=here())
-    return seconds(lambda: model(input_ids=ids, attention_mask=torch.ones_like(ids)), repeats)
+    return partial(model, input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
 def main() -> None:
@@ -83,13 +92,16 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="blocks by torch.compile, on a GPU in a CUDA graph")
     arguments = parser.parse_args()
     print(json.dumps(machine()))
-    of_blocks = partial(of_block, together=arguments.together, compiled=arguments.compile)
-    timed: Any = of_model if arguments.models else of_blocks
-    first, *others = arguments.models or [None, *arguments.mechanisms]
+    names = arguments.models or [None, *arguments.mechanisms]
     for tokens in arguments.tokens:
-        softmax = timed(first, tokens, arguments.repeats)
-        row: dict[str, Any] = {"tokens": tokens, "softmax_ms": round(1e3 * softmax, 2)}
-        row |= {one: round(softmax / timed(one, tokens, arguments.repeats), 2) for one in others}
+        blocks = [of_block(one, tokens, arguments.together) for one in names if not arguments.models]
+        if arguments.compile and blocks:
+            times = [compiled_seconds(*one, arguments.repeats) for one in blocks]
+        else:
+            runs = [partial(*one) for one in blocks] or [of_model(one, tokens) for one in arguments.models]
+            times = seconds(runs, arguments.repeats)
+        row: dict[str, Any] = {"tokens": tokens, "softmax_ms": round(1e3 * times[0], 2)}
+        row |= {str(one): round(times[0] / own, 2) for one, own in zip(names[1:], times[1:], strict=True)}
         print(json.dumps(row), flush=True)
 
 

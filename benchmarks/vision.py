@@ -57,7 +57,8 @@ class Block(nn.Module):
     def __init__(self, shape: BlockShape, mixer: Mixer | None) -> None:
         super().__init__()
         width = shape.heads * shape.dim
-        self.shape, self.mixer, self.grid = shape, mixer, Grid(shape.grid)
+        self.shape, self.mixer = shape, mixer
+        self.grid = None if mixer is not None and mixer.site.grid == "line" else Grid(shape.grid)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
         self.mlp = nn.Sequential(nn.Linear(width, shape.inner), nn.GELU("tanh"), nn.Linear(shape.inner, width))
@@ -83,13 +84,14 @@ class Blocks(nn.Sequential):
 def make_blocks(shape: BlockShape, mechanism: str | None) -> Blocks:
     """The blocks of a shape with a mechanism, `NAME:option=value,..`, in the place of softmax, or with SDPA."""
     width = shape.heads * shape.dim
-    site = AttentionSite(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim, shape.dim**-0.5,
-                         False, grid="patches")  # fmt: skip
     mixers: list[Mixer | None] = [None] * shape.blocks
     with torch.device(here()):
         if mechanism is not None:
             name, _, settings = mechanism.partition(":")
             own = resolve_options(name, parse_settings(settings.split(",") if settings else []))
+            grid = "line" if own["window"] else "patches"  # bidirectional attention has windows on a line alone
+            site = AttentionSite(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim,
+                                 shape.dim**-0.5, False, grid=grid)  # fmt: skip
             mixers = [build_mixer(name, site, own) for _ in range(shape.blocks)]
         blocks = Blocks(*(Block(shape, mixer) for mixer in mixers))
     for mixer in mixers:

@@ -401,7 +401,9 @@ def check_weights(source: Source, natives: SourceClasses) -> None:
     for kind in ("missing", "unexpected"):
         names = sorted(map(str, report[f"{kind}_keys"]))
         if names:
-            raise disagree(source.name, f"{kind} {some(names)}")
+            # An encoder may come without a pooler, which its class makes and its users do not read.
+            more = ", or, if nothing reads them, load and save it there with transformers, which adds random ones"
+            raise disagree(source.name, f"{kind} {some(names)}", more if kind == "missing" else "")
     for name, parameter in model.named_parameters():
         if name in weights and parameter.is_floating_point() and not weights[name].is_floating_point():
             dtype = str(weights[name].dtype).removeprefix("torch.")
@@ -409,9 +411,10 @@ def check_weights(source: Source, natives: SourceClasses) -> None:
             raise IncompatibleError(message)
 
 
-def disagree(what: object, how: str) -> LinearizeError:
-    """What to say of a folder of which part was exchanged."""
-    return IncompatibleError(f"config.json and the weights of {what} disagree: {how}. Download both from one revision")
+def disagree(what: object, how: str, more: str = "") -> LinearizeError:
+    """What to say of a folder of which part was exchanged; `more` is another thing to do."""
+    todo = f"Download both from one revision{more}"
+    return IncompatibleError(f"config.json and the weights of {what} disagree: {how}. {todo}")
 
 
 def check_disk(plan: Plan, source: Source, output: Path) -> None:

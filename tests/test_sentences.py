@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
 
-from linearize.checkpoint.carried import carried_files
+from linearize.checkpoint.carried import carried_files, left_behind
 from linearize.convert import convert, next_step, plan_conversion
 from linearize.data.batches import by_length
 from linearize.data.packing import MaskedBlocks, TextSource, build_blocks, sentences, texts
@@ -26,6 +26,7 @@ from linearize.page.record import read_evaluation
 from linearize.recipe.recipe import load_recipe
 from linearize.train.loop import set_training
 from linearize.train.losses import embedding_distance, pooled, similarity_error
+from linearize.train.session import stage_notes
 
 TEXTS = ["a small cat sat. it was warm", "rain fell all night on the roof of the barn", "go"]
 MODULES = ("Transformer", "Pooling", "Normalize")
@@ -105,6 +106,15 @@ def test_only_modules_of_sentence_transformers_go_along(tmp_path: Path) -> None:
     (source / "modules.json").write_text(text)
     (source / "1_Pooling" / "pytorch_model.bin").write_bytes(b"")
     assert along() == set()
+
+
+def test_an_empty_folder_of_a_module_is_not_left_behind(tmp_path: Path) -> None:
+    """sentence-transformers makes one for `Normalize`."""
+    folder = sentence_encoder(tmp_path / "source")
+    (folder / "2_Normalize").mkdir()
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").touch()
+    assert left_behind(folder, [folder / "model.safetensors"]) == ["onnx/"]
 
 
 def test_a_text_is_some_sentences_and_each_sentence_comes_once() -> None:
@@ -251,6 +261,16 @@ def student_of(place: Path, source: Path, **changes: Any) -> Any:
     }
     (place / "recipe.yaml").write_text(json.dumps(value))
     return load_recipe(place / "recipe.yaml")
+
+
+@pytest.mark.parametrize(("pooling", "named"), [("cls_token", True), ("mean_tokens", False), ("max_tokens", False)])
+def test_another_pooling_than_the_models_is_noted(tmp_path: Path, pooling: str, named: bool) -> None:
+    folder = sentence_encoder(tmp_path / "source", pooling)
+    recipe = load_recipe("sentence", [f"model.base={folder}", "data.pack.seq_len=32"])
+    stages = [(stage, 16) for stage in recipe.stages]
+    notes = stage_notes(BertModel.from_pretrained(folder), recipe, stages, folder)
+    assert any("stages.feature_cosine.loss.pooling=first" in note for note in notes) == named
+    assert stage_notes(BertModel.from_pretrained(folder), recipe, stages[:1], folder) == []
 
 
 def test_an_encoder_learns_its_teachers_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,9 @@ def short_conv(
     (B, T), K = y.shape[:2], taps.shape[-1]
     dtype, y = y.dtype, y.to(torch.promote_types(y.dtype, torch.float32))
     tail = y.new_zeros(B, K - 1, *y.shape[2:]) if tail is None else tail
+    if padding is None and segments is None:
+        rows = torch.cat([tail, y], 1)
+        return _weighed(rows, taps).to(dtype), rows[:, T:]
     document = torch.zeros(B, T, dtype=torch.long, device=y.device) if segments is None else numbered(segments)
     order, final = None, document[:, -1:]
     if padding is not None:  # real tokens first, so that places count real tokens only
@@ -56,9 +59,16 @@ def _sequences(y: Tensor, taps: Tensor, tail: Tensor | None, cu: Tensor) -> tupl
     K, dtype, y = taps.shape[-1], y.dtype, y.to(torch.promote_types(y.dtype, torch.float32))
     tail = y.new_zeros(len(cu) - 1, K - 1, *y.shape[2:]) if tail is None else tail
     at = once(cu, ("spliced", y.shape[1], K - 1), lambda: splice(cu, y.shape[1], K - 1))
-    rows = at.join(tail, y)[0]
-    out = torch.zeros_like(y[0])
-    for i in range(K):
-        out = out + rows[at.tokens - (K - 1 - i)] * taps[..., i].to(y.dtype)
-    last = rows[at.ends[:, None] - (K - 1) + torch.arange(K - 1, device=y.device)]
-    return out[None].to(dtype), last
+    rows = at.join(tail, y)
+    last = rows[0, at.ends[:, None] - (K - 1) + torch.arange(K - 1, device=y.device)]
+    return _weighed(rows, taps).to(dtype).index_select(1, at.tokens - (K - 1)), last
+
+
+def _weighed(rows: Tensor, taps: Tensor) -> Tensor:
+    """out [B,T,heads,Y] of one document each, rows [B,K-1+T,heads,Y] with what came before it: a launch for each tap."""
+    first, *taps = taps.to(rows.dtype).unbind(-1)
+    T = rows.shape[1] - len(taps)
+    out = rows[:, :T] * first
+    for i, tap in enumerate(taps, 1):
+        out = torch.addcmul(out, rows[:, i : i + T], tap)
+    return out

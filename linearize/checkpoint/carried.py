@@ -183,5 +183,6 @@ def left_behind(folder: Path, used: Iterable[Path]) -> list[str]:
     config.json and indices are not counted: they are rewritten."""
     along = {path.relative_to(folder).parts[0] for path in [*carried_files(folder), *used]}
     along |= {"config.json", "linearize.json", "README.md"}
-    names = (path.name + "/" * path.is_dir() for path in sorted(folder.iterdir()))
+    there = (path for path in sorted(folder.iterdir()) if not path.is_dir() or any(path.iterdir()))
+    names = (path.name + "/" * path.is_dir() for path in there)
     return [n for n in names if n.rstrip("/") not in along and not n.startswith(".") and not n.endswith(".index.json")]

@@ -7,39 +7,83 @@ A bidirectional encoder has no cache to save, so it is converted for speed on lo
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.source import read_json
+from ..plan.mechanisms import parse_settings, resolve_options, to_settings
 from ..plan.plan import Plan
+from ..terminal.output import layers_named
 
-# Where, and by mechanism: tokens, and SDPA's time over the mechanism's.
+# Where, and with which mechanism and options: tokens, and SDPA's time over the mechanism's.
 PAYS: dict[str, dict[str, tuple[tuple[int, float], ...]]] = {
     "a CPU": {
-        "la": ((196, 0.74), (1024, 1.37), (4096, 2.05), (16384, 6.40)),
-        "mhla": ((196, 0.51), (1024, 1.32), (4096, 2.34), (16384, 5.75)),
-        "saga": ((196, 0.57), (1024, 1.36), (4096, 1.93), (16384, 5.46)),
+        "la:feature_map=hedgehog": ((196, 0.87), (529, 1.05), (1024, 1.23), (2025, 1.61), (4096, 2.39), (16384, 7.12)),
+        "la": ((196, 0.97), (529, 1.18), (1024, 1.38), (2025, 1.83), (4096, 2.80), (16384, 8.15)),
+        "mhla": ((196, 0.61), (529, 0.96), (1024, 1.13), (2025, 1.48), (4096, 2.14), (16384, 6.12)),
+        "saga": ((196, 0.68), (529, 0.82), (1024, 0.96), (2025, 1.28), (4096, 1.89), (16384, 5.48)),
+        "la:feature_map=hedgehog,window=32,sink=1": (
+            (196, 0.71),
+            (529, 0.86),
+            (1024, 1.02),
+            (2025, 1.34),
+            (4096, 2.04),
+            (16384, 5.90),
+        ),
+        "mhla:window=32,sink=1": ((196, 0.41), (529, 0.75), (1024, 0.94), (2025, 1.23), (4096, 1.92), (16384, 5.34)),
+        "saga:window=32,sink=1": ((196, 0.57), (529, 0.70), (1024, 0.82), (2025, 1.08), (4096, 1.66), (16384, 4.40)),
     },
     "an H200": {
-        "la": ((196, 0.83), (1024, 1.08), (4096, 1.82), (16384, 4.96)),
+        "la:feature_map=hedgehog": ((196, 0.83), (1024, 1.08), (4096, 1.82), (16384, 4.96)),
         "mhla": ((196, 0.37), (1024, 0.89), (4096, 1.73), (16384, 4.69)),
         "saga": ((196, 0.63), (1024, 0.78), (4096, 1.29), (16384, 3.62)),
     },
 }
-# Tokens with which all-MiniLM was slower than SDPA on a CPU, with each of the three and a window of 16 or 32 tokens.
-WINDOWED = 512
 
 
-def break_even_tokens(mechanism: str, where: str) -> int:
-    """Tokens from which the mechanism is faster there, in hundreds: between two measurements on a line through their
+def break_even_tokens(points: tuple[tuple[int, float], ...]) -> int:
+    """Tokens from which a mechanism is faster, in hundreds: between two measurements on a line through their
     logarithms."""
-    points = [(math.log(tokens), math.log(ratio)) for tokens, ratio in PAYS[where][mechanism]]
-    for (x0, y0), (x1, y1) in pairwise(points):
+    logarithms = [(math.log(tokens), math.log(ratio)) for tokens, ratio in points]
+    for (x0, y0), (x1, y1) in pairwise(logarithms):
         if y0 < 0.0 <= y1:
             return 100 * round(math.exp(x0 - y0 * (x1 - x0) / (y1 - y0)) / 100)
-    raise ValueError(f"{mechanism} does not break even on {where}")
+    raise ValueError(f"these do not break even: {points}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The measurement that is nearest to a plan on one device: `name` as in PAYS, and which of the plan's options were
+    `other` ones there; the window, which costs time, may have been a smaller one or none (`narrower`)."""
+
+    where: str
+    name: str
+    points: tuple[tuple[int, float], ...]
+    other: dict[str, Any]
+    narrower: bool
+
+    def __str__(self) -> str:
+        settings = ", ".join(to_settings(self.other))
+        return self.name.replace(":", " with ") + (f" (this plan's {settings} was not measured)" if settings else "")
+
+
+def measured_rows(plan: Plan) -> list[Row]:
+    """For each device the measurement of a bidirectional plan's mechanism that has most of its options; none of a
+    mechanism that was not measured, nor of causal attention."""
+    step, found = plan.linear[0], list[Row]()
+    for where, rows in PAYS.items():
+        near: list[Row] = []
+        for name, points in () if step.site.causal else rows.items():
+            mechanism, _, settings = name.partition(":")
+            if mechanism == step.mechanism:
+                then = resolve_options(mechanism, parse_settings(settings.split(",") if settings else []))
+                other = {key: value for key, value in step.options.items() if then[key] != value}
+                near.append(Row(where, name, points, other, then["window"] < step.options["window"]))
+        found += sorted(near, key=lambda row: len(row.other))[:1]
+    return found
 
 
 def tokens_read(plan: Plan, config: Any, folder: Path) -> tuple[int, str] | None:
@@ -79,42 +123,31 @@ def _side(size: Any) -> tuple[int, int] | None:
     return (height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
-def measured_mechanism(plan: Plan) -> str | None:
-    """The mechanism of a bidirectional plan, where it was measured beside SDPA."""
-    step = plan.linear[0]
-    return None if step.site.causal or step.mechanism not in PAYS["a CPU"] else step.mechanism
-
-
 def speeds(plan: Plan) -> list[str]:
     """How fast a bidirectional plan's mechanism was beside SDPA, a line for each device; none for other plans."""
-    mechanism = measured_mechanism(plan)
     return [
-        f"{mechanism}{_window(plan)} compared with softmax on {where}, a block of DeiT-S: "
-        + ", ".join(f"{ratio:g}x as fast with {tokens:,} tokens" for tokens, ratio in found[mechanism])
-        for where, found in PAYS.items()
-        if mechanism is not None
+        f"{row} compared with softmax on {row.where}, a block of DeiT-S: "
+        + ", ".join(f"{ratio:g}x as fast with {tokens:,} tokens" for tokens, ratio in row.points)
+        for row in measured_rows(plan)
     ]
-
-
-def _window(plan: Plan) -> str:
-    """What is said of a mechanism whose plan adds exact neighbours, which cost time and were not measured."""
-    return " without its window" if plan.linear[0].options.get("window") else ""
 
 
 def slower(plan: Plan, config: Any, folder: Path) -> str:
     """A note on a bidirectional plan whose tokens softmax reads faster, on a CPU or on a GPU; empty for others."""
-    mechanism, read = measured_mechanism(plan), tokens_read(plan, config, folder)
-    if mechanism is None or read is None:
+    rows, (most, of_what) = measured_rows(plan), tokens_read(plan, config, folder) or (math.inf, "")
+    reduced = [step.site for step in plan.linear if step.site.reduction]
+    least = {row.where: break_even_tokens(row.points) for row in rows}
+    short = [row.where for row in rows if most < least[row.where] + row.narrower]
+    if not rows or not (reduced or short):
         return ""
-    # With a window of 16 or 32 tokens none of the three was faster yet at WINDOWED tokens on a CPU.
-    window = _window(plan)
-    least = {where: max(break_even_tokens(mechanism, where), WINDOWED if window else 0) for where in PAYS}
-    short = [where for where, tokens in least.items() if read[0] < tokens + bool(window)]
-    if not short:
-        return ""
-    figures = " and ".join(f"{tokens:,} on {where}" for where, tokens in least.items())
-    faster = f"with its window {mechanism} is faster from more than" if window else f"{mechanism} is faster from about"
-    return (
-        f"note: this model reads {read[0]:,} {read[1]}, and softmax reads them faster on "
-        f"{' and '.join(short)}: {faster} {figures}. Convert it to read more tokens than these, or keep softmax"
-    )
+    unit, faster = "keys" if reduced else "tokens", list[str]()
+    for name in dict.fromkeys(map(str, rows)):
+        alike = [row for row in rows if str(row) == name]
+        figures = " and ".join(f"{least[row.where]:,} {unit} on {row.where}" for row in alike)
+        faster.append(f"{name} is faster from {'more than' if alike[0].narrower else 'about'} {figures}")
+    if reduced:  # softmax's time for a query is that of the keys, a linear mechanism's hardly depends on them
+        layers = layers_named(site.layer for site in reduced)
+        why = f"this model's softmax reads fewer keys than tokens ({layers}: {reduced[0].reduction[0]}), which is fast"
+    else:
+        why = f"this model reads {most:,} {of_what}, and softmax reads them faster on {' and '.join(short)}"
+    return f"note: {why}: {'; '.join(faster)}. Convert it to read more {unit} than these, or keep softmax"

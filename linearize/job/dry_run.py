@@ -81,7 +81,8 @@ def dry_run(
             cost = job.cost(rehearsal)
             cost.stages = [one for one in cost.stages if only in (None, one.stage.name)]
             samples = [(one.stage, one.stage.batch.blocks * processes()) for one in cost.stages]
-            for note in (*stage_notes(rehearsal.model, recipe, samples), *not_held_out(recipe)):
+            at: Any = planned[1].folder if planned is not None else folder
+            for note in (*stage_notes(rehearsal.model, recipe, samples, at), *not_held_out(recipe)):
                 say(note)
             if planned is not None:
                 if note := slower(*planned):

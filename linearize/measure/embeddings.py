@@ -6,6 +6,7 @@ passage asks for the rest of it, among the rests of all passages; an image asks 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,13 @@ def pooling_of(folder: Path) -> Pooling:
                 raise LinearizeError(message, Exit.INCOMPATIBLE)
             return POOLINGS[kind]
     return "mean"
+
+
+def known_pooling(folder: Path) -> Pooling | None:
+    """The same; None where the folder is none of a sentence encoder, and for another way."""
+    with contextlib.suppress(LinearizeError):
+        return pooling_of(folder) if modules_of(folder) else None
+    return None
 
 
 def passages(documents: Iterator[str]) -> Iterator[tuple[str, str]]:

@@ -35,6 +35,7 @@ from ..data.documents import TextSource
 from ..data.kinds import has_head, kind_of
 from ..data.packing import BlockOrder, Blocks
 from ..errors import CheckFailedError, IncompatibleError, LinearizeError, quoted, resource_error
+from ..measure.embeddings import known_pooling
 from ..measure.evaluate import (
     Score,
     batches,
@@ -118,7 +119,7 @@ class Finetuner:
                 message = f"{stage.name}: a teacher in shards writes no text. Use DDP for a run of a few steps"
                 raise IncompatibleError(f"{message}, then give data.train the files in its cache")
         for note in stage_notes(
-            self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages]
+            self.model, self.recipe, [(one, self.blocks_per_step(one)) for one in self.recipe.stages], folder
         ):
             self.say(note)
         self.processor = open_processor(folder, kind_of(self.model))
@@ -523,10 +524,10 @@ def own_texts(data: Data) -> list[TeacherSource]:
     return [part for part, _ in parts_of(data.train) if isinstance(part, TeacherSource)]
 
 
-def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]]) -> list[str]:
+def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]], folder: Path) -> list[str]:
     """Notes on stages whose rows, or texts that the teacher writes, are longer than what a model was made for, or whose
-    steps, of so many samples, see so few images that their gradients are mostly chance: one for all stages of which it
-    says the same.
+    steps, of so many samples, see so few images that their gradients are mostly chance, or that compare other vectors
+    than a sentence encoder's `folder` makes: one for all stages of which it says the same.
 
     A step of text has thousands of tokens to predict, one of images a class or a vector each.
     """
@@ -534,6 +535,10 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]])
     known = None if images else longest_text(model)
     found: dict[str, list[str]] = {}
     for stage, samples in stages:
+        own = known_pooling(folder)
+        if own not in (None, stage.pooling) and (stage.of_loss("embedding", 0.0) or stage.of_loss("similarity", 0.0)):
+            message = f"its loss compares vectors by pooling={stage.pooling}, and the model makes them by {own}"
+            found.setdefault(f"{message}. Set stages.{stage.name}.loss.pooling={own}", []).append(stage.name)
         data = recipe.data_for(stage)
         length = data.pack.seq_len
         written = max((part.teacher.length for part in own_texts(data)), default=0) if recipe.teacher is None else 0
