@@ -103,7 +103,7 @@ def check_thread(owner: int | None) -> None:
 
 
 @contextmanager
-def adapters(model: nn.Module, *, enabled: bool) -> Iterator[None]:
+def adapters(model: Any, *, enabled: bool) -> Iterator[None]:
     """Within: PEFT's adapters in a model are on, or off."""
     layers: list[Any] = [m for m in model.modules() if hasattr(type(m), ADAPTER_FLAG) or ADAPTER_FLAG in vars(m)]
     before = [layer._disable_adapters for layer in layers]

@@ -143,6 +143,9 @@ def test_rows_of_texts_have_special_tokens_padding_and_no_neighbours(tmp_path: P
     assert torch.equal(item["input_ids"], blocks[0]["input_ids"])
     assert (item["labels"] == -100).all()
     assert torch.equal(item["attention_mask"].bool(), blocks[0]["valid"])
+    write(tmp_path / "short.jsonl", ["a cat.", "short."])
+    with pytest.raises(LinearizeError, match=r"short\.jsonl.*no sentence.*12 characters.*data\.pack\.rows"):
+        build_blocks(TextSource(files=(tmp_path / "short.jsonl",)), tokenizer, 24, tmp_path, texts=True, **made)
 
 
 def test_rows_of_a_step_are_sorted_by_length_and_lose_padding_alone() -> None:

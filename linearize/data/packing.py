@@ -260,7 +260,8 @@ def build_blocks(
         if writer.n_blocks == 0:
             without = counted(writer.skipped, "conversation has", "conversations have")
             why = f": {without} no target in the first {seq_len} tokens" if writer.skipped else ""
-            raise LinearizeError(f"nothing to train on in {source}{why}")
+            why = f": no sentence has {SHORTEST} characters, which data.pack.rows=texts reads" if texts else why
+            raise LinearizeError(f"nothing to train or measure on in {source}{why}")
         os.replace(partial, path)
     except OSError as error:
         raise ResourceError(f"cannot write {path}: {error}") from error

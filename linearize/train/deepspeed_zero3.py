@@ -94,7 +94,7 @@ def _agrees(key: str, value: Any, recipe: Recipe, precision: str) -> bool:
         return True
     if key in ("bf16", "fp16"):
         return value.get("enabled") is not True or precision == key
-    found = {
+    found: dict[str, set[Any]] = {
         "gradient_clipping": {stage.optimizer.max_grad_norm for stage in recipe.stages},
         "gradient_accumulation_steps": {stage.batch.gradient_accumulation_steps for stage in recipe.stages},
         "train_micro_batch_size_per_gpu": {stage.batch.per_device for stage in recipe.stages},
