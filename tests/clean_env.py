@@ -212,11 +212,14 @@ def refused_without_trust(place: Path, auto: str) -> None:
     assert "trust_remote_code" in message, f"{place} without trust_remote_code: {message}"
 
 
-def check(folder: Path, interpreters: list[str]) -> None:
-    """Run `load` in each interpreter; ends the process with the first failure's code."""
-    for python in interpreters:
-        with isolated() as environment:
-            subprocess.run([python, "-I", __file__, "load", str(folder)], env=environment, check=True)
+def check(folder: Path, interpreters: list[str], file: str = __file__) -> None:
+    """Run `load` of a file in all interpreters at the same time; raises if one fails."""
+    with contextlib.ExitStack() as held:
+        commands = [[python, "-I", file, "load", str(folder)] for python in interpreters]
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL}
+        started = [subprocess.Popen(one, env=held.enter_context(isolated()), **options) for one in commands]
+        codes = [one.wait() for one in started]
+    assert not any(codes), f"of {interpreters}: {codes}"
 
 
 @contextlib.contextmanager
