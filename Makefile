@@ -17,7 +17,8 @@ CLEAN := .venv-clean-current .venv-clean-517
 demo: .venv/ready
 	$(BIN)/linearize demo
 
-# mypy and the clean loads have one process each, so they go side by side; the tests have one for each of two cores.
+# mypy and what makes the clean loads have one process each, so they go side by side; the tests have one for each of
+# two cores, as the clean loads have.
 test: lint
 	@$(MAKE) --no-print-directory -j 2 --output-sync types clean-load
 	@$(MAKE) --no-print-directory unit
@@ -38,6 +39,7 @@ test-slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow
 
 # Converted models load, compute the same, generate, and refuse without trust where there is no linearize.
+clean-load: export OMP_NUM_THREADS = 1
 clean-load: .venv/ready-test $(CLEAN:=/ready)
 	rm -rf .venv/clean-load
 	mkdir .venv/clean-load

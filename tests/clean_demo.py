@@ -6,7 +6,6 @@ python tests/clean_demo.py check FOLDER PYTHON ...     as in clean_env.py, which
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -55,16 +54,11 @@ def load(folder: Path) -> None:
     print(f"{NAME}: refuses without trust, generates {len(out.logits)} tokens, transformers {transformers.__version__}")
 
 
-def check(folder: Path, interpreters: list[str]) -> None:
-    """Run `load` in each interpreter; ends the process with the first failure."""
-    from clean_env import isolated
-
-    for python in interpreters:
-        with isolated() as environment:
-            command = [python, "-I", __file__, "load", str(folder)]
-            subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=True)
-
-
 if __name__ == "__main__":
-    verb, place, *rest = sys.argv[1:]
-    {"make": make, "load": load, "check": check}[verb](Path(place), *([rest] if verb == "check" else []))
+    verb, place, *interpreters = sys.argv[1:]
+    if verb == "check":
+        from clean_env import check
+
+        check(Path(place), interpreters, __file__)
+    else:
+        {"make": make, "load": load}[verb](Path(place))

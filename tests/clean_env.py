@@ -9,14 +9,18 @@ The check runs this file in each interpreter, isolated; that part imports torch 
 
 from __future__ import annotations
 
+import _imp
 import contextlib
+import hashlib
 import json
+import marshal
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +124,43 @@ def remember_imports() -> None:
     load, which takes longer than it takes to make a tiny model."""
     from transformers import dynamic_module_utils
 
-    search, known = dynamic_module_utils.get_relative_imports, dict[str, list[str]]()
+    search, known = dynamic_module_utils.get_relative_imports, dict[bytes, list[str]]()
 
     def get_relative_imports(module_file: str | os.PathLike[str]) -> list[str]:
-        text = Path(module_file).read_text("utf-8")
+        with open(module_file, "rb") as file:
+            text = file.read()
         if text not in known:
             known[text] = search(module_file)
         return [*known[text]]
 
     dynamic_module_utils.get_relative_imports = get_relative_imports
+
+
+def remember_code() -> None:
+    """Compile each text of a checkpoint's code once, whatever temporary folder it is copied to; a folder beside these
+    copies holds what was compiled, for processes that are forked, too. A load compiles some twenty files, which takes
+    longer than to load a tiny model."""
+    usual, kept = SourceFileLoader.get_code, Path(os.environ["HF_MODULES_CACHE"]) / ".compiled"
+    temporary, here = tempfile.gettempdir(), str(Path(__file__).resolve().parent.parent)
+    kept.mkdir(exist_ok=True)
+
+    def get_code(self: SourceFileLoader, name: str) -> Any:
+        if not self.path.startswith(temporary) or self.path.startswith(here):
+            return usual(self, name)
+        text = self.get_data(self.path)
+        place = kept / hashlib.sha256(text).hexdigest()
+        if place.exists():
+            code = marshal.loads(place.read_bytes())
+            _imp._fix_co_filename(code, self.path)  # as importlib does with what lay in __pycache__
+            return code
+        code = self.source_to_code(text, self.path)
+        unfinished = place.with_name(f"{place.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # a process that may write no file of this size
+            unfinished.write_bytes(marshal.dumps(code))
+            unfinished.replace(place)
+        return code
+
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
 
 
 def in_clean_environment() -> None:
@@ -180,11 +212,14 @@ def refused_without_trust(place: Path, auto: str) -> None:
     assert "trust_remote_code" in message, f"{place} without trust_remote_code: {message}"
 
 
-def check(folder: Path, interpreters: list[str]) -> None:
-    """Run `load` in each interpreter; ends the process with the first failure's code."""
-    for python in interpreters:
-        with isolated() as environment:
-            subprocess.run([python, "-I", __file__, "load", str(folder)], env=environment, check=True)
+def check(folder: Path, interpreters: list[str], file: str = __file__) -> None:
+    """Run `load` of a file in all interpreters at the same time; raises if one fails."""
+    with contextlib.ExitStack() as held:
+        commands = [[python, "-I", file, "load", str(folder)] for python in interpreters]
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL}
+        started = [subprocess.Popen(one, env=held.enter_context(isolated()), **options) for one in commands]
+        codes = [one.wait() for one in started]
+    assert not any(codes), f"of {interpreters}: {codes}"
 
 
 @contextlib.contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,18 @@ WRONG_SHAPES: list[tuple[dict[str, torch.Tensor], str]] = [
 ]
 
 
+def every_pair(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows of a matrix in which each value of a factor meets each of every other: fewer than the whole product, where
+    what can go wrong is one value or two together."""
+    rows = list(itertools.product(*(range(len(values)) for values in factors)))
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs[row] & missing)))
+        missing -= pairs[chosen[-1]]
+    return [tuple(values[i] for values, i in zip(factors, row, strict=True)) for row in chosen]
+
+
 def with_slow(values: Iterable[Any], *slow: Any) -> list[Any]:
     """`values` as parameters of a test, those of `slow` marked slow."""
     found = list(values)
@@ -74,8 +87,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay for good, so the garbage collector need not go through them."""
+    """Modules stay for good, so the garbage collector need not go through them; nor look so often for what is new."""
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 def pytest_unconfigure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import multiprocessing
 import os
@@ -27,7 +28,14 @@ def _interpret() -> None:
 
 
 def make_quick(interpreter: Any) -> None:
-    """Put `_patch_builtin` into Triton's interpreter where that is as it was when this was written; else leave it."""
+    """Put `_patch_builtin` into Triton's interpreter where that is as it was when this was written; else leave it.
+
+    It also computes for each sum and product of integers whether it overflowed, a third of all time, and says so only
+    in a debug mode that no kernel asks for.
+    """
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     known = {
         "_patch_builtin": ["pkg", "builder", "scope"],
         "_patch_attr": ["obj", "name", "member", "builder", "scope"],

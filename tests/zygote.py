@@ -21,6 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import clean_env
+
 # What a clean process imports to load a model, write text and compare it.
 WARM = """
 import transformers.modeling_utils, transformers.generation, transformers.models.auto.modeling_auto
@@ -42,6 +44,8 @@ def serve(listener: socket.socket, alive: int) -> None:
 
     PR_SET_PDEATHSIG would kill this process when the thread ends that started it, which may be one of a command.
     """
+    clean_env.remember_imports()
+    clean_env.remember_code()
     while True:
         ready, _, _ = select.select([listener, alive], [], [])
         if alive in ready:

@@ -57,10 +57,11 @@ _KEPT: dict[tuple[type, type, str], Found] = {}
 
 
 def found_in(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> Found:
-    """What `probe` found. For classes of transformers it is kept, by the whole config: a run plans several times."""
+    """What `probe` found. For classes of transformers it is kept, by all that the config says but where it was read: a
+    run plans several times."""
     if not model_class.__module__.startswith("transformers."):
         return probe(config, model_class)
-    key = model_class, type(config), repr(config.to_dict())
+    key = model_class, type(config), repr({**config.to_dict(), "_name_or_path": None})
     if key not in _KEPT:
         _KEPT[key] = probe(config, model_class)
     return _KEPT[key]

@@ -34,6 +34,7 @@ from linearize.checkpoint.write import converted_config
 from linearize.convert import plan_conversion
 from linearize.plan.mechanisms import MIXER_CLASS, mechanism_names
 from linearize.plan.plan import Plan, Step
+from linearize_kernels.mixer import AttentionSite
 
 AUTO = {True: AutoModelForCausalLM, False: AutoModel}
 CODE = Path(__file__).parent / "data" / "code-of-released-versions.tar.xz"
@@ -81,14 +82,18 @@ def write_old(version: str, causal: bool, place: Path) -> tuple[Path, Plan]:
     """A folder of weights by chance as `version` wrote it, with a layer for each case, and its plan."""
     mixers, contract = mechanisms(version, place / "code")
 
-    def planned(folder: str, layers: int) -> tuple[Plan, Any, Any]:
-        if causal:
-            save_source(place / folder, num_hidden_layers=layers)
-        else:
-            sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
-            config = ViTConfig(**sizes, num_hidden_layers=layers, image_size=16, patch_size=4)
-            ViTModel(config).save_pretrained(place / folder)
-        return plan_conversion(str(place / folder), "la")
+    if causal:
+        save_source(place / "source", num_hidden_layers=1)
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+        config = ViTConfig(**sizes, num_hidden_layers=1, image_size=16, patch_size=4)
+        ViTModel(config).save_pretrained(place / "source")
+    # Of one layer: to probe hundreds takes longer than all the rest.
+    plan, source, natives = plan_conversion(str(place / "source"), "la")
+    (example,) = plan.steps
+
+    def site(layer: int) -> AttentionSite:
+        return dataclasses.replace(example.site, layer=layer, path=example.site.path.replace(".0.", f".{layer}."))
 
     def record(site: Any) -> dict[str, Any]:
         return {field.name: getattr(site, field.name) for field in dataclasses.fields(contract.Site)}
@@ -101,13 +106,12 @@ def write_old(version: str, causal: bool, place: Path) -> tuple[Path, Plan]:
             return False
         return True
 
-    (example,) = planned("example", 1)[0].steps
     fitting = [case for case in cases(mixers, contract.option_types, causal) if fits(*case)]
-    plan, source, natives = planned("source", len(fitting))
-    steps = tuple(Step(step.site, *case, 0, 0) for step, case in zip(plan.steps, fitting, strict=True))
+    steps = tuple(Step(site(layer), *case, 0, 0) for layer, case in enumerate(fitting))
     plan = dataclasses.replace(plan, steps=steps)
     layers = [{"site": record(step.site), "mechanism": step.mechanism, "options": step.options} for step in steps]
-    config = converted_config(source.config, plan, natives) | {"model_type": f"linearized_{plan.model_type}"}
+    original = {**source.config, "num_hidden_layers": len(steps)}
+    config = converted_config(original, plan, natives) | {"model_type": f"linearized_{plan.model_type}"}
     config["linearize"]["layers"] = layers
     del config["transformers_weights"]
     files = {path.name: path.read_text("utf-8") for path in (place / "code" / version).glob("*.py")}

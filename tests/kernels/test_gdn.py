@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, every_pair, relative_error
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
@@ -31,10 +31,10 @@ def inputs(T: int, H: int = 4, Hkv: int = 1, E: int = 2, D: int = 8, Dv: int = 6
     return [q, k, v, gate * logsigmoid(g), beta, read, write, torch.randn(2, E, D, Dv, dtype=torch.float64)]
 
 
-@pytest.mark.parametrize("T", [1, 2, 31, 32, 33, 100])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
-@pytest.mark.parametrize("gate", [0.0, 1.0, 8.0])
+@pytest.mark.parametrize(
+    ("T", "padded", "packed", "gate"),
+    every_pair([1, 2, 31, 32, 33, 100], [False, True], [False, True], [0.0, 1.0, 8.0]),
+)
 def test_it_is_its_definition_with_all_gradients(T: int, padded: bool, packed: bool, gate: float) -> None:
     leaves = [y.requires_grad_() for y in inputs(T, gate=gate)]
     *rows, read, write, S = leaves

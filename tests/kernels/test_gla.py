@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, every_pair, relative_error
 from torch import Tensor
 
 from linearize.errors import LinearizeError
@@ -31,10 +31,9 @@ def inputs(T: int, H: int = 4, Hkv: int = 1, E: int = 2, D: int = 8, Dv: int = 6
     return [q, k, v, g, read, write, torch.randn(2, E, D, Dv, dtype=torch.float64)]
 
 
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 150])
-@pytest.mark.parametrize("gate", [1.0, 40.0], ids=["usual", "strong"])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize(  # usual gates and strong ones
+    ("T", "gate", "padded", "packed"), every_pair([1, 2, 63, 64, 65, 150], [1.0, 40.0], [False, True], [False, True])
+)
 def test_it_is_its_recurrence_with_all_gradients(T: int, gate: float, padded: bool, packed: bool) -> None:
     leaves = [y.requires_grad_() for y in inputs(T, gate=gate)]
     masks = {

@@ -141,9 +141,8 @@ RULES: list[Callable[[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("name", FILES)
-def test_every_file_keeps_the_rule(name: str, rule: Callable[[str], list[str]]) -> None:
-    assert rule(flattened(FILES[name])) == []
+def test_every_file_keeps_the_rule(rule: Callable[[str], list[str]]) -> None:
+    assert {name: found for name in FILES if (found := rule(flattened(FILES[name])))} == {}
 
 
 @pytest.mark.parametrize("name", mechanism_names())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, WRONG_SHAPES, relative_error
+from conftest import TOLERANCE, WRONG_SHAPES, every_pair, relative_error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -61,10 +61,9 @@ def agree(o: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
 # ---------------------------------------------------------------- causal
 
 
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 100])
-@pytest.mark.parametrize("M", [2, 3, 8])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize(
+    ("T", "M", "padded", "packed"), every_pair([1, 2, 15, 16, 17, 100], [2, 3, 8], [False, True], [False, True])
+)
 def test_it_is_its_definition_with_all_gradients(T: int, M: int, padded: bool, packed: bool) -> None:
     leaves = [y.requires_grad_() for y in (*inputs(T), weights(M))]
     layout: Any = {"padding": holes(T) if padded else None, "segments": packs(T) if packed else None, "block_size": C}

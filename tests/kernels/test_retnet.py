@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, every_pair, relative_error
 from torch import Tensor
 
 from linearize.errors import LinearizeError
@@ -26,10 +26,10 @@ def inputs(T: int, E: int = 2, B: int = 2) -> dict[str, Tensor]:
     return {**made, "log_decay": -torch.rand(E, dtype=torch.float64) / 2}
 
 
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 150])
-@pytest.mark.parametrize("E", [2, 4], ids=["memory per KV head", "per query head"])
-@pytest.mark.parametrize("layout", ["whole", "holes", "packed", "packed with holes"])
-@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+@pytest.mark.parametrize(  # memories per KV head and per query head
+    ("T", "layout", "E", "learned"),
+    every_pair([1, 2, 63, 64, 65, 150], ["whole", "holes", "packed", "packed with holes"], [2, 4], [False, True]),
+)
 def test_it_is_its_definition_with_all_gradients(T: int, E: int, layout: str, learned: bool) -> None:
     given = inputs(T, E)
     memory = torch.randn(2, E, 8, 6, dtype=torch.float64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error
+from conftest import TOLERANCE, every_pair, relative_error
 from models import HYBRID, Zoo, logits, small_model, tokens
 from torch import Tensor
 from transformers import DynamicCache
@@ -30,11 +30,12 @@ def inputs(T: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(2, T, 4, 8), torch.randn(2, T, 2, 8), torch.randn(2, T, 2, 6)
 
 
-@pytest.mark.parametrize("T", [1, 5, 16, 37])
-@pytest.mark.parametrize(("window", "sink"), [(1, 0), (4, 3), (8, 0), (8, 1), (2, 5), (64, 4)])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "holes"])
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
-def test_it_is_softmax_over_first_and_last_tokens(T: int, window: int, sink: int, padded: bool, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("T", "near", "padded", "packed"),
+    every_pair([1, 5, 16, 37], [(1, 0), (4, 3), (8, 0), (8, 1), (2, 5), (64, 4)], [False, True], [False, True]),
+)
+def test_it_is_softmax_over_first_and_last_tokens(T: int, near: tuple[int, int], padded: bool, packed: bool) -> None:
+    window, sink = near
     q, k, v = inputs(T)
     padding = torch.rand(2, T) > 0.3 if padded else None
     document = (torch.rand(2, T) < 0.15).long().cumsum(1) if packed else None
