@@ -24,18 +24,12 @@ def _interpret() -> None:
     from triton.runtime import interpreter
 
     make_quick(interpreter)
+    seek_no_overflow(interpreter.interpreter_builder)
     multiply_bf16(interpreter)
 
 
 def make_quick(interpreter: Any) -> None:
-    """Put `_patch_builtin` into Triton's interpreter where that is as it was when this was written; else leave it.
-
-    It also computes for each sum and product of integers whether it overflowed, a third of all time, and says so only
-    in a debug mode that no kernel asks for.
-    """
-    builder = interpreter.interpreter_builder
-    if not builder.options.debug:
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    """Put `_patch_builtin` into Triton's interpreter where that is as it was when this was written; else leave it."""
     known = {
         "_patch_builtin": ["pkg", "builder", "scope"],
         "_patch_attr": ["obj", "name", "member", "builder", "scope"],
@@ -45,6 +39,13 @@ def make_quick(interpreter: Any) -> None:
         for name, parameters in known.items()
     ):
         interpreter._patch_builtin = _patch_builtin
+
+
+def seek_no_overflow(builder: Any) -> None:
+    """The interpreter computes for each sum and product of integers whether it overflowed, a third of all time, and
+    says so only in a debug mode that no kernel asks for."""
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:

@@ -11,7 +11,9 @@ import torch
 import transformers
 from architectures import DOCS, GOAL, causal_types, survey
 from conftest import TOLERANCE, relative_error, with_slow
-from models import load, logits
+from models import load, logits, small_config
+
+from linearize.probe.probe import found_in
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "granite", "smollm3")
 FAMILIES += ("starcoder2", "phi", "phi3", "gpt_neox", "gpt2", "opt", "stablelm", "mixtral", "qwen3_moe", "olmoe")
@@ -22,6 +24,14 @@ MEETING = {"qwen3_next.all", "gpt_oss.hybrid", "opt.hybrid"}
 FIRST = ["gemma2"]  # masks and scores differ by layer; tests/kernels/test_generation.py has others
 SHARES = [FIRST, *([name for name in FAMILIES if name not in FIRST][start::2] for start in range(2))]
 EXACT = TOLERANCE[torch.float32]
+
+
+def test_one_probe_serves_every_folder_of_a_config() -> None:
+    one, same, other = (small_config("llama", **changes) for changes in ({}, {}, {"num_attention_heads": 2}))
+    same.name_or_path = "elsewhere"
+    found = [found_in(config, transformers.LlamaForCausalLM) for config in (one, same, other)]
+    assert found[0] is found[1]
+    assert found[0] != found[2]
 
 
 @pytest.mark.parametrize("share", with_slow(SHARES, *SHARES[1:]), ids=" ".join)
