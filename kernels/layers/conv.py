@@ -66,9 +66,9 @@ def _sequences(y: Tensor, taps: Tensor, tail: Tensor | None, cu: Tensor) -> tupl
 
 def _weighed(rows: Tensor, taps: Tensor) -> Tensor:
     """out [B,T,heads,Y] of one document each, rows [B,K-1+T,heads,Y] with what came before it: a launch for each tap."""
-    first, *taps = taps.to(rows.dtype).unbind(-1)
-    T = rows.shape[1] - len(taps)
+    first, *others = taps.to(rows.dtype).unbind(-1)
+    T = rows.shape[1] - len(others)
     out = rows[:, :T] * first
-    for i, tap in enumerate(taps, 1):
+    for i, tap in enumerate(others, 1):
         out = torch.addcmul(out, rows[:, i : i + T], tap)
     return out
