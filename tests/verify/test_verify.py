@@ -70,7 +70,7 @@ def test_sound_models_behave(zoo: Zoo, name: str, layers: str) -> None:
     assert not failing(zoo.folders(name, layers)[1])
 
 
-REAL_PLACES = "places = positions(real[:, seen:], documents, real[:, :seen].sum(1), (B, T))"
+REAL_PLACES = "places = positions(real[:, seen:], documents, before.sum(1), (B, T))"
 LAYOUT = "tokens = call_layout(call.geometry, causal, attention_mask, shape, seen, call.arguments(kwargs))\n"
 HIDDEN = LAYOUT + "    if tokens.padding is not None:\n        tokens = tokens._replace(padding=tokens.padding%s)\n"
 # What fails -> (file, what it says, what a broken one says).
