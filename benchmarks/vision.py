@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from linearize.bench.kernels import attempt
 from linearize.bench.timing import here, machine
 from linearize.bench.vision import inference, training
-from linearize.plan.mechanisms import build_mixer, parse_settings, resolve_options
+from linearize.plan.mechanisms import build_mixer, parse_mechanism
 from linearize_kernels.layout import Grid, TokenLayout
 from linearize_kernels.mixer import AttentionSite, Mixer
 
@@ -87,8 +87,7 @@ def make_blocks(shape: BlockShape, mechanism: str | None) -> Blocks:
     mixers: list[Mixer | None] = [None] * shape.blocks
     with torch.device(here()):
         if mechanism is not None:
-            name, _, settings = mechanism.partition(":")
-            own = resolve_options(name, parse_settings(settings.split(",") if settings else []))
+            name, own = parse_mechanism(mechanism)
             grid = "line" if own["window"] else "patches"  # bidirectional attention has windows on a line alone
             site = AttentionSite(0, "block", "self", width, shape.heads, shape.heads, shape.dim, shape.dim,
                                  shape.dim**-0.5, False, grid=grid)  # fmt: skip

@@ -412,7 +412,7 @@ def check_weights(source: Source, natives: SourceClasses) -> None:
 
 
 def disagree(what: object, how: str, more: str = "") -> LinearizeError:
-    """What to say of a folder of which part was exchanged; `more` is another thing to do."""
+    """The error for a folder whose config and weights are not of one revision; `more` is another remedy."""
     todo = f"Download both from one revision{more}"
     return IncompatibleError(f"config.json and the weights of {what} disagree: {how}. {todo}")
 

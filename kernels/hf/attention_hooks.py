@@ -584,9 +584,9 @@ class Linearized(Replayed, PreTrainedModel if TYPE_CHECKING else object):  # typ
     def teacher(self) -> Iterator[None]:
         """Within: the softmax model on the same weights, with dropout off.
 
-        It is the original, bit for bit, as long as the source's weights are: adapters are off. Where `linearize finetune`
-        has trained the weights, this warns: the config says so. The switch is in the model, so a call of it in another thread meanwhile
-        raises RuntimeError, and so does `teacher()` there.
+        It is the original, bit for bit, as long as the source's weights are: adapters are off. Where `linearize
+        finetune` has trained the weights, this warns: the config says so. The switch is in the model, so a call of it
+        in another thread meanwhile raises RuntimeError, and so does `teacher()` there.
         """
         if getattr(self.config, TRAINED, False):
             warnings.warn(NO_TEACHER, stacklevel=3)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.source import read_json
-from ..plan.mechanisms import parse_settings, resolve_options, to_settings
+from ..plan.mechanisms import parse_mechanism, to_settings
 from ..plan.plan import Plan
 from ..terminal.output import layers_named
 
@@ -77,9 +77,8 @@ def measured_rows(plan: Plan) -> list[Row]:
     for where, rows in PAYS.items():
         near: list[Row] = []
         for name, points in () if step.site.causal else rows.items():
-            mechanism, _, settings = name.partition(":")
-            if mechanism == step.mechanism:
-                then = resolve_options(mechanism, parse_settings(settings.split(",") if settings else []))
+            if name.partition(":")[0] == step.mechanism:
+                _, then = parse_mechanism(name)
                 other = {key: value for key, value in step.options.items() if then[key] != value}
                 near.append(Row(where, name, points, other, then["window"] < step.options["window"]))
         found += sorted(near, key=lambda row: len(row.other))[:1]

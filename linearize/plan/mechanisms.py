@@ -199,6 +199,12 @@ def parse_settings(settings: list[str]) -> dict[str, str]:
     return parsed
 
 
+def parse_mechanism(text: str) -> tuple[str, dict[str, Any]]:
+    """`"gsa:slots=64,rope=true"` -> the mechanism's name and all its options. Raises as `resolve_options` does."""
+    name, _, settings = text.partition(":")
+    return name, resolve_options(name, parse_settings(settings.split(",") if settings else []))
+
+
 def to_settings(options: dict[str, Any]) -> list[str]:
     """Options as `parse_settings` takes them: `["slots=64", "rope=true"]`."""
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]

@@ -532,10 +532,9 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]],
     A step of text has thousands of tokens to predict, one of images a class or a vector each.
     """
     images = kind_of(model) == "images"
-    known = None if images else longest_text(model)
+    known, own = None if images else longest_text(model), known_pooling(folder)
     found: dict[str, list[str]] = {}
     for stage, samples in stages:
-        own = known_pooling(folder)
         if own not in (None, stage.pooling) and (stage.of_loss("embedding", 0.0) or stage.of_loss("similarity", 0.0)):
             message = f"its loss compares vectors by pooling={stage.pooling}, and the model makes them by {own}"
             found.setdefault(f"{message}. Set stages.{stage.name}.loss.pooling={own}", []).append(stage.name)
