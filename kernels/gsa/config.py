@@ -62,15 +62,15 @@ class Config(NamedTuple):
 UNCHECKED = "3.7"
 
 # (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: `stack`, key_stages and step_warps
-# on one H200, the sweeps on one H100. Below `sweep_from` the other kernels' fewer launches take less time.
+# on H200s, the sweeps on one H100. Below `sweep_from` the other kernels' fewer launches take less time.
 SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
     ((9, 0), 64, 64): {"stack": 2, "key_stages": 2, "step_warps": 2},
     ((9, 0), 64, 128): {
         "stack": 2, "key_stages": 2, "step_warps": 2, "sweep": (*(Walk(64, 4, 3),) * 3, Walk(64, 4, 2)),
         "sweep_from": 1 << 18,
     },
-    ((9, 0), 128, 64): {"sweep": (Walk(64, 4, 3),) * 4},
-    ((9, 0), 128, 128): {"sweep": (Walk(64, 4, 2),) * 4},
+    ((9, 0), 128, 64): {"step_warps": 8, "sweep": (Walk(64, 4, 3),) * 4},
+    ((9, 0), 128, 128): {"step_warps": 8, "sweep": (Walk(64, 4, 2),) * 4},
     ((9, 0), 64, 256): {
         "sweep": (Walk(64, 4, 1), Walk(64, 4, 3), Walk(64, 4, 3), Walk(64, 4, 1)), "sweep_from": 1 << 17, "sweep_chunk_size": 64,
     },

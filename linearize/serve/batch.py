@@ -40,7 +40,9 @@ class Prompts(NamedTuple):
         if self.fresh:
             return None
         memory = pool.memory.index_select(0, self.rows)
-        return pool.layout.views(memory if self.begun is None else torch.where(self.begun, memory, 0))
+        if self.begun is not None:  # a word at a time: rows are multiples of 16 bytes
+            memory = torch.where(self.begun, memory.view(torch.int64), 0).view(torch.uint8)
+        return pool.layout.views(memory)
 
 
 @dataclasses.dataclass
