@@ -289,6 +289,7 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "hybrid",
         "hybrid-native",
         "hybrid-native-qwen3",
+        "hybrid-sla",
         "lolcats-style",
         "radlads-style",
         "sentence",
