@@ -10,7 +10,16 @@ import typer
 from ..terminal.arguments import Overrides, check_base
 from ..terminal.output import Json, print_json, say, short, size
 from ..terminal.progress import starting, uncollected
-from ..terminal.tables import console, evaluation_figures, note_below, positions_table, row_name, table, unit_of_stages
+from ..terminal.tables import (
+    console,
+    evaluation_figures,
+    note_below,
+    positions_table,
+    prediction_table,
+    row_name,
+    table,
+    unit_of_stages,
+)
 from .estimate import data_lines, estimate_table
 
 
@@ -33,10 +42,10 @@ def finetune(
     from ..diffusion.recipe import DiffusionRecipe, load_either
 
     with uncollected():  # a mechanism's options are checked by its code, which imports torch
-        loaded = load_either(recipe, overrides or [])
-    if isinstance(loaded, DiffusionRecipe):
-        _finetune_latents(loaded, dry_run, resume, stage, max_steps, as_json)
-        return
+        loaded: Any = load_either(recipe, overrides or [])
+    latents = isinstance(loaded, DiffusionRecipe)
+    if latents and max_steps is not None:
+        loaded, max_steps = loaded.shortened(max_steps), None
     with starting():
         from .. import finetune as story
         from ..job.dry_run import dry_run as estimated
@@ -45,40 +54,20 @@ def finetune(
     result: dict[str, Any]
     if dry_run:
         result = estimated(loaded, say, max_steps, stage, resume=resume)
-        recipe_table(result["stages"])
-        data_lines(result["stages"])
-        estimate_table(result)
+        if not latents:
+            recipe_table(result["stages"])
+            data_lines(result["stages"])
+            estimate_table(result)
     else:
         result = story.finetune(loaded, resume=resume, only=stage, max_steps=max_steps, say=say)
         if int(os.environ.get("RANK", "0")):
             return  # of several processes the first one speaks
-        report_table(result)
-        if result["output"] is not None:
-            say(f"Next: {next_commands(loaded)}")
-    if as_json:
-        print_json(result)
-
-
-def _finetune_latents(
-    loaded: Any, dry_run: bool, resume: str, stage: str | None, steps: int | None, as_json: bool
-) -> None:
-    """A recipe of latents: a pipeline of diffusers is distilled."""
-    from ..terminal.tables import prediction_table
-
-    if steps is not None:
-        stages = tuple(one.model_copy(update={"steps": min(steps, one.steps)}) for one in loaded.stages)
-        loaded = loaded.model_copy(update={"stages": stages})
-    with starting():
-        from ..diffusion import finetune as story
-
-    result: dict[str, Any]
-    if dry_run:
-        result = story.dry_run(loaded, say, stage, resume)
-    else:
-        result = story.finetune(loaded, only=stage, resume=resume, say=say)
-        if int(os.environ.get("RANK", "0")):
-            return
-        prediction_table(result["predictions"])
+        if latents:
+            prediction_table(result["predictions"])
+        else:
+            report_table(result)
+            if result["output"] is not None:
+                say(f"Next: {next_commands(loaded)}")
     if as_json:
         print_json(result)
 

@@ -463,7 +463,9 @@ class Run:
         """report.json of a run that is finished."""
         path = self.folder / "report.json"
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
-            found = json.loads(path.read_text("utf-8"))
+            found = json_object(path)
+            if "predictions" in found:  # of latents
+                return {**found, "output": str(self.final)}
             # Which runs of earlier versions did not write.
             later = ("teacher_accuracy", "max_steps", "positions", "samples", "device", "teacher", "unit")
             known = {key: found[key] for key in ("teacher_ppl", "stages", "layers")}
