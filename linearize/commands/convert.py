@@ -50,13 +50,11 @@ def convert(
         Path | None, typer.Option("--output", "-o", help="Folder to write. Default: ./NAME-MECHANISM.", parser=path)
     ] = None,
     layers: Annotated[
-        str,
-        typer.Option(help="Layers to make linear: all, 0-3,7 or every:2. In a converted MODEL: further ones."),
+        str, typer.Option(help="Layers to make linear: all, 0-3,7 or every:2. In a converted MODEL: further ones.")
     ] = "all",
     restore: Annotated[str, typer.Option(help="Layers of a converted MODEL that get softmax back: 3 or 0-3,7.")] = "",
     keep_softmax: Annotated[
-        str,
-        typer.Option(help="Layers that keep softmax: 7,15, every:4, or auto:2 (auto:25%) to let linearize choose."),
+        str, typer.Option(help="Layers that keep softmax: 7,15, every:4, or auto:2 (auto:25%) to let linearize choose.")
     ] = "",
     keep_heads: Annotated[
         str,
@@ -89,8 +87,7 @@ def convert(
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Mechanism option as key=value, also with a recipe. Repeatable."),
+        list[str] | None, typer.Option("--set", help="Mechanism option as key=value, also with a recipe. Repeatable.")
     ] = None,
     allow_drop: Annotated[
         list[str] | None,
@@ -101,10 +98,7 @@ def convert(
     ] = "keep",
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the plan and stop. Reads no weights, except for auto and --score-text.",
-        ),
+        typer.Option("--dry-run", help="Print the plan and stop. Reads no weights, except for auto and --score-text."),
     ] = False,
     copy: Annotated[
         bool, typer.Option("--copy", help="Copy the source's shards. Default: hard links where the disk allows them.")
