@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest of `known`, or an empty string when nothing is near."""
     near = nearest(name, known)
     return f" Did you mean {near!r}?" if near else ""
+
+
+def check_choice(option: str, value: str, choices: Sequence[str]) -> str:
+    """`value`, of an option that has these choices alone. Raises LinearizeError (exit 2) for another one."""
+    if value not in choices:
+        raise LinearizeError(f"{option} {value}: choose {', '.join(choices)}.{did_you_mean(value, choices)}")
+    return value
+
+
+def some(names: list[str]) -> str:
+    """The first three of `names`, and whether there are more."""
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def near_path(path: Path, pattern: str = "*") -> str:

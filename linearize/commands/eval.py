@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..terminal.arguments import Converted, Device, Dtype, Trust, non_empty, path
+from ..terminal.arguments import Converted, Device, Dtype, Trust, non_empty, one_of, path
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, finite, nats, percent, print_json, say, size
 from ..terminal.progress import starting
@@ -46,15 +46,6 @@ OF_MODELS = (*OF_TEXT, "tasks", *OF_TASKS, "batch_tokens", "dtype", "without")
 
 # Of layers with both, what `--without` switches off.
 PARTS = ("memory", "window")
-
-
-def one_part(word: str) -> str:
-    """A part of a student. Raises LinearizeError (exit 2) for another word."""
-    from ..errors import LinearizeError, did_you_mean
-
-    if word not in PARTS:
-        raise LinearizeError(f"--without {word}: choose {' or '.join(PARTS)}.{did_you_mean(word, PARTS)}")
-    return word
 
 
 def evaluate(
@@ -102,7 +93,8 @@ def evaluate(
     without: Annotated[
         str | None,
         typer.Option(
-            help="Switch off one part of the student's layers that have both: memory or window.", parser=one_part
+            help="Switch off one part of the student's layers that have both: memory or window.",
+            callback=one_of("--without", PARTS),
         ),
     ] = None,
     device: Device = "auto",

@@ -16,8 +16,8 @@ from ..checkpoint.carried import check_file
 from ..checkpoint.source import Source, check_names, check_revision, find_shards, present, read_header, read_json
 from ..checkpoint.write import meta_pickle
 from ..convert import Say, check_disk, check_paths, check_secrets, disagree, own_code, stored_dtype
-from ..errors import IncompatibleError, LinearizeError, ResourceError
-from ..plan.plan import DIFFUSERS, Plan, some
+from ..errors import IncompatibleError, LinearizeError, ResourceError, some
+from ..plan.plan import DIFFUSERS, Plan
 from ..plan.request import Request
 from ..probe.found import Found, Other
 from ..probe.trace import quiet

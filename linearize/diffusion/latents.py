@@ -14,9 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import IncompatibleError, LinearizeError, absent, check_file
+from ..errors import IncompatibleError, LinearizeError, absent, check_file, some
 from ..page.drawing import pillow
-from ..plan.plan import some
 from .recipe import Latents
 
 Decode = Callable[[Tensor], Tensor]

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_serve_available
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config, outdated
 from ..checkpoint.source import open_source, read_header, read_json
-from ..errors import IncompatibleError, LinearizeError, ResourceError, did_you_mean, reason_of
+from ..errors import IncompatibleError, ResourceError, check_choice, reason_of
 from ..extras import checkout, required, with_extra
 from ..terminal.output import say
 from .folder import layers_of
@@ -119,8 +119,7 @@ def choose(server: str) -> str:
 
     Raises LinearizeError: 2 for an unknown one, 4 where it, or for `auto` any, is not installed.
     """
-    if server not in ("auto", *SERVERS):
-        raise LinearizeError(f"--server {server}: choose auto, vllm or transformers.{did_you_mean(server, SERVERS)}")
+    check_choice("--server", server, ("auto", *SERVERS))
     found = [name for name in SERVERS if is_installed(name)]
     if server == "auto" and found:
         return found[0]

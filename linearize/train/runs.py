@@ -32,8 +32,8 @@ from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
 from ..demo import DEMO, named_base
-from ..errors import LinearizeError, check_file, json_object, os_error, quoted, redact, undamaged, writing
-from ..plan.plan import Plan, some
+from ..errors import LinearizeError, check_file, json_object, os_error, quoted, redact, some, undamaged, writing
+from ..plan.plan import Plan
 from ..recipe.data import rooted, unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weight_settings
 from ..recipe.renamed import present_keys

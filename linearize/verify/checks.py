@@ -29,8 +29,8 @@ from ..checkpoint.source import (
     weight_map,
 )
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
-from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, quoted
-from ..plan.plan import Plan, some
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, quoted, some
+from ..plan.plan import Plan
 from ..terminal.output import counted
 from ..terminal.progress import Advance, progress
 from . import tolerances
