@@ -7,19 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal import tables
 from ..terminal.arguments import Overrides, check_base
 from ..terminal.output import Json, print_json, say, short, size
 from ..terminal.progress import starting, uncollected
-from ..terminal.tables import (
-    console,
-    evaluation_figures,
-    note_below,
-    positions_table,
-    prediction_table,
-    row_name,
-    table,
-    unit_of_stages,
-)
 from .estimate import data_lines, estimate_table
 
 
@@ -63,7 +54,7 @@ def finetune(
         if int(os.environ.get("RANK", "0")):
             return  # of several processes the first one speaks
         if latents:
-            prediction_table(result["predictions"])
+            tables.prediction_table(result["predictions"])
         else:
             report_table(result)
             if result["output"] is not None:
@@ -75,7 +66,7 @@ def finetune(
 def recipe_table(plans: list[dict[str, Any]]) -> None:
     """What each stage will do, within 80 columns; `--json` has the exact numbers."""
     columns = {"stage": "short", "trains": "text"}
-    unit = unit_of_stages(plans)
+    unit = tables.unit_of_stages(plans)
     columns |= dict.fromkeys(("parameters", "steps", unit, "lr"), "number") | {"teacher copy": "text"}
     rows = []
     for plan in plans:
@@ -91,13 +82,13 @@ def recipe_table(plans: list[dict[str, Any]]) -> None:
                 size(plan["teacher_copy_bytes"]) if plan["teacher_copy_bytes"] else "none",
             )
         )
-    console().print(table(columns, rows, "stages"))
+    tables.console().print(tables.table(columns, rows, "stages"))
 
 
 def report_table(report: dict[str, Any]) -> None:
     """Held-out perplexity along the run, of images accuracy before it, of maps what `evaluation_figures` has, and how
     close each layer came."""
-    out = console()
+    out = tables.console()
     unit = report.get("unit") or "tokens"
     rows: list[dict[str, str]] = []
     if report["teacher_ppl"] is not None:
@@ -107,18 +98,18 @@ def report_table(report: dict[str, Any]) -> None:
     rows += [evaluation_cells(row, unit) for row in report["stages"]]
     if rows:
         columns = {name: "number" if name else "text" for name in rows[0]}
-        out.print(table(columns, [tuple(row.values()) for row in rows], f"held-out {[*rows[0]][2]}"))
-    if unit == "tokens" and report["stages"] and (note := note_below(report["stages"][-1].get("ppl_ratio"))):
+        out.print(tables.table(columns, [tuple(row.values()) for row in rows], f"held-out {[*rows[0]][2]}"))
+    if unit == "tokens" and report["stages"] and (note := tables.note_below(report["stages"][-1].get("ppl_ratio"))):
         out.print(note)
-    positions_table(report.get("positions"))
+    tables.positions_table(report.get("positions"))
     if report["layers"]:
         columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
         layers = [(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}") for row in report["layers"]]
-        out.print(table(columns, layers, "attention output against the teacher's, per layer"))
+        out.print(tables.table(columns, layers, "attention output against the teacher's, per layer"))
 
 
 def evaluation_cells(row: dict[str, Any], unit: str) -> dict[str, str]:
     """A row of a report in cells, by their headings."""
-    named = row_name(row["name"], row.get("calibrated"))
+    named = tables.row_name(row["name"], row.get("calibrated"))
     trained = f"{row['tokens']:,}" if "tokens" in row else ""
-    return {"": named, f"training {unit}": trained} | evaluation_figures(row, unit, ".3f")
+    return {"": named, f"training {unit}": trained} | tables.evaluation_figures(row, unit, ".3f")

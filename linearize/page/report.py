@@ -17,21 +17,8 @@ import yaml
 from .. import __version__
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
-from ..terminal.output import counted, duration, nats, percent, ranges, size
-from ..terminal.tables import (
-    alike,
-    asked_rows,
-    attention,
-    chosen_options,
-    empty_tasks,
-    empty_tasks_note,
-    evaluation_figures,
-    note_below,
-    position_rows,
-    row_name,
-    short,
-    written_dtypes,
-)
+from ..terminal import tables
+from ..terminal.output import counted, duration, nats, percent, ranges, short, size
 from ..train.runs import converted_from, is_evaluation
 from ..train.terms import TERMS
 from . import html
@@ -164,7 +151,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         read = found.get("read", found["tokens"])  # earlier versions did not say
         heading += f", {read:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
         heading += f" in rows of {found['seq_len']:,}" if found.get("seq_len") else ""
-    heading += f", {written_dtypes(found['dtypes'])}" if "dtypes" in found else ""
+    heading += f", {tables.written_dtypes(found['dtypes'])}" if "dtypes" in found else ""
     theirs = [
         (times(found["student_ppl"], found["teacher_ppl"]), "perplexity over the teacher's"),
         (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),
@@ -208,16 +195,16 @@ def _converted(run: RunRecord, drawn: Drawing | None) -> str:
     for step in plan.steps:
         heads = step.site.softmax_groups
         state = (size(step.state_bytes) if step.site.causal else "none") + (" and a cache" if heads else "")
-        what = attention(plan, step).replace("\n", " ")
+        what = tables.attention(plan, step).replace("\n", " ")
         what += f", softmax in KV heads {ranges([*heads])}" if heads else ""
-        cost = (f"{step.new_parameters:,}", state, chosen_options(step))
+        cost = (f"{step.new_parameters:,}", state, tables.chosen_options(step))
         rows.append((step.site.layer, (step.site.path, what, *cost)))
     for site in plan.kept:
         rows.append((site.layer, (site.path, "softmax (kept)", "", "cache" if site.causal else "none", "")))
     columns = {"layers": "text", "module": "text", "attention": "text", "new parameters": "number", "state": "number"}
     notes = "".join(html.paragraph(f"Dropped: {note}") for note in plan.notes)
     notes += "".join(html.paragraph(f"Stays as it is: {other}") for other in plan.others)
-    return html.table(columns | {"options": "text"}, alike(rows)) + notes
+    return html.table(columns | {"options": "text"}, tables.alike(rows)) + notes
 
 
 # ---------------------------------------------------------------- training
@@ -277,9 +264,9 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
         found = {what: entry.get(f"eval_{what}") for what in ("ppl", "accuracy", "kl", "agreement", "error")}
         if teacher and found["ppl"] is not None:
             found["ppl_ratio"] = found["ppl"] / teacher
-        figures = evaluation_figures(found, run.unit, ".4f")
+        figures = tables.evaluation_figures(found, run.unit, ".4f")
         names = [*figures]
-        named = row_name(name, entry.get("calibrated"))
+        named = tables.row_name(name, entry.get("calibrated"))
         rows.append((named, f"{begins.get(name, 0) + entry['tokens']:,}", *figures.values()))
     columns = {"": "text"} | dict.fromkeys((f"training {run.unit}", *names), "number")
     held = next((entry.get("eval_tokens") for entry in last.values()), None)
@@ -287,7 +274,7 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
     first = "Figures" if last and not run.curve("eval_ppl") else first
     words = f"{first} are over {held:,} held-out {run.unit}. " if held else ""
     words += "Faint lines are single steps, strong ones running means over 4 % of a stage."
-    if run.unit == "tokens" and (note := note_below(run.ratio())):
+    if run.unit == "tokens" and (note := tables.note_below(run.ratio())):
         words += f" {note[0].upper()}{note[1:]}."
     return html.paragraph(words) + _figure(drawn) + (html.table(columns, rows) if rows else "")
 
@@ -362,7 +349,7 @@ def _positions(run: RunRecord, drawn: Drawing | None) -> str:
     columns = {"position": "text"} | dict.fromkeys(("student", "teacher", "ratio", "KL"), "number")
     words = f"Training had rows of {trained:,} tokens; what lies further right was never seen. " if trained else ""
     words += f"Measured {origin}; KL is in nats a token."
-    return html.paragraph(words) + _figure(drawn) + html.table(columns, position_rows(blocks, ".4f"))
+    return html.paragraph(words) + _figure(drawn) + html.table(columns, tables.position_rows(blocks, ".4f"))
 
 
 def draw_needles(run: RunRecord) -> Drawing:
@@ -387,11 +374,11 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
         "A needle is a pair of words within ordinary text, asked for at the end. Lines are of texts of one length in "
         "tokens; 0 % is the beginning."
     )
-    if "needle" in empty_tasks(run.evaluation):
-        words += f" Note: {empty_tasks_note(run.evaluation)}."
+    if "needle" in tables.empty_tasks(run.evaluation):
+        words += f" Note: {tables.empty_tasks_note(run.evaluation)}."
     lists = "Recall asks for the second words of a list of pairs by the first. By linearize eval, student and teacher:"
     columns = {"": "text", "student": "number", "teacher": "number"}
-    asked = html.table(columns, asked_rows(run.evaluation or {}))
+    asked = html.table(columns, tables.asked_rows(run.evaluation or {}))
     return html.paragraph(words) + _figure(drawn) + html.paragraph(lists) + asked
 
 
