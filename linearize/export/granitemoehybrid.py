@@ -100,13 +100,8 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         roles = ("value", "key", "query")
         biases = [layers.repeated(mixer[f"{role}_bias"].flatten(), H, mixer[f"{role}_bias"].shape[0]) for role in roles]
-        parts = [
-            mixer["output_gate.weight"],
-            layers.repeated(v, H, Hkv),
-            layers.repeated(k, H, Hkv),
-            q,
-            mixer["step.weight"],
-        ]
+        wide = (layers.repeated(x, H, Hkv) for x in (v, k))
+        parts = [mixer["output_gate.weight"], *wide, q, mixer["step.weight"]]
         there = f"{here}mamba."
         if biased(text):  # the format has one in all of a layer's projections, or in none
             none = torch.zeros(len(mixer["output_gate.weight"])), torch.zeros(H)
