@@ -142,9 +142,7 @@ def convert(
     check_base(values or [])
     if by_recipe:
         if restore:
-            raise LinearizeError(
-                f"--restore {restore}: a recipe converts a model with softmax. Name the converted folder"
-            )
+            raise LinearizeError(f"--restore {restore}: recipes convert models with softmax. Name the converted folder")
         with uncollected():
             of_recipe = asked_recipe(context, model, values or [])
         model = model_name(of_recipe.model.base)

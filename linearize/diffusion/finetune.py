@@ -114,7 +114,8 @@ def open_base(job: Job, owner: bool) -> tuple[Path, Opened]:
             data_of(recipe, planned[2][0].model, planned[1].folder)
         else:
             kept_files(folder)
-        for note in run.start(versions(), data=data_hashes(recipe), base=folder):
+        versions = start.versions() | {"diffusers": importlib.metadata.version("diffusers")}
+        for note in run.start(versions, data=data_hashes(recipe), base=folder):
             job.say(note)
         if folder is None:
             surgery.convert(*planned, run.converted, level="keys", seed=recipe.seed, say=job.say)
@@ -144,11 +145,6 @@ def opened_at(base: Path, recipe: DiffusionRecipe) -> Opened:
     """What is in a converted folder, and the recipe's data for it."""
     model, noise = open_model(base, recipe)
     return Opened(model, noise, *data_of(recipe, model, base))
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a run on latents depends on."""
-    return start.versions() | {"diffusers": importlib.metadata.version("diffusers")}
 
 
 def data_hashes(recipe: DiffusionRecipe) -> dict[str, str]:

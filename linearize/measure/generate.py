@@ -100,9 +100,7 @@ def check_request(prompt: str, sampling: Sampling) -> None:
     except UnicodeEncodeError as error:
         raise LinearizeError(f"the prompt is not valid UTF-8 at character {error.start + 1}; give text") from error
     if sampling.temperature != 0 and not LOWEST <= sampling.temperature < math.inf:
-        raise LinearizeError(
-            f"--temperature {sampling.temperature:g}: give 0 for the likeliest token, or >= {LOWEST:g}"
-        )
+        raise LinearizeError(f"--temperature {sampling.temperature:g}: give 0, the likeliest token, or >= {LOWEST:g}")
     if sampling.temperature == 0 and sampling.top_p != 1:
         message = f"--top-p {sampling.top_p:g} is for sampling, and --temperature 0 takes the likeliest token"
         raise LinearizeError(f"{message}. Add --temperature 1, or leave out --top-p")

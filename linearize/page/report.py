@@ -214,29 +214,22 @@ def draw_training(run: RunRecord) -> Drawing:
     """Held-out perplexity over all tokens, of images accuracy before it, then the loss of each stage, and the parts
     that a loss has."""
     drawings, x = [], Axis(f"training {run.unit}")
-    hits = run.curve("eval_accuracy") if run.unit == "images" else []
-    if hits:
-        rated = [Series("student", [(at, 100 * share) for at, share in hits], "blue", dots=True)]
-        if run.teacher_accuracy is not None:
-            level = [(at, 100 * run.teacher_accuracy) for at, _ in (hits[0], hits[-1])]
-            rated.append(Series("teacher", level, "soft", True))
-        drawings.append(lines("Held-out accuracy", rated, x, Axis("%")))
-    for key, title, factor, axis in (
-        ("eval_agreement", "Held-out parts with the teacher's class", 100, Axis("%")),
-        ("eval_error", "Held-out squared error relative to the teacher's own square", 1, Axis("")),
-    ):
-        points = [(at, factor * value) for at, value in run.curve(key)]
-        if points:
-            drawings.append(lines(title, [Series("student", points, "blue", dots=True)], x, axis))
     curve, distances = run.curve("eval_ppl"), run.curve("eval_kl")
-    if curve:
-        marked = [Series("student", curve, "blue", dots=True)]
-        if run.teacher_ppl:
-            marked.append(
-                Series("teacher", [(point[0], run.teacher_ppl) for point in (curve[0], curve[-1])], "soft", True)
-            )
-        wide = max(value for _, value in curve) > 5 * min(value for _, value in curve)
-        drawings.append(lines("Held-out perplexity", marked, x, Axis("perplexity", wide)))
+    values = [value for _, value in curve]
+    wide = bool(curve) and max(values) > 5 * min(values)
+    hits = run.curve("eval_accuracy") if run.unit == "images" else []
+    for found, title, factor, teacher, axis in (
+        (hits, "Held-out accuracy", 100, run.teacher_accuracy, Axis("%")),
+        (run.curve("eval_agreement"), "Held-out parts with the teacher's class", 100, None, Axis("%")),
+        (run.curve("eval_error"), "Held-out squared error relative to the teacher's own square", 1, None, Axis("")),
+        (curve, "Held-out perplexity", 1, run.teacher_ppl, Axis("perplexity", wide)),
+    ):
+        points = [(at, factor * value) for at, value in found]
+        marked = [Series("student", points, "blue", dots=True)]
+        if points and teacher is not None:
+            level = [(at, factor * teacher) for at, _ in (points[0], points[-1])]
+            marked.append(Series("teacher", level, "soft", True))
+        drawings += [lines(title, marked, x, axis)] if points else []
     if distances:
         series = [Series("student", distances, "blue", dots=True)]
         drawings.append(lines("Held-out KL from the teacher", series, x, Axis(divergence_unit(run)), height=210))
@@ -502,11 +495,8 @@ def _cost(run: RunRecord, drawn: Drawing | None) -> str:
 def _recipe(run: RunRecord, drawn: Drawing | None) -> str:
     values = run.values if run.recipe is None else run.recipe.model_dump(mode="json", exclude_defaults=True)
     few = run.settings.get("max_steps")
-    words = (
-        f"`linearize finetune` with --max-steps {few}."
-        if few
-        else "What differs from the defaults; of absolute paths the last name."
-    )
+    words = f"`linearize finetune` with --max-steps {few}." if few else ""
+    words = words or "What differs from the defaults; of absolute paths the last name."
     return html.paragraph(words) + f"<pre>{html.text(yaml.safe_dump(portable(values), sort_keys=False))}</pre>"
 
 

@@ -173,9 +173,7 @@ def auto_count(asked: str, number: int, flag: str = "--keep-softmax", what: str 
     if float(found[1]) == 0:
         raise LinearizeError(f"{where} keeps no {what}. Leave {flag} out")
     if count >= number:
-        raise LinearizeError(
-            f"{where} keeps {count} of {number} {what}s and leaves no {what} to convert. Ask for fewer"
-        )
+        raise LinearizeError(f"{where} keeps {count} of {number} {what}s and leaves none to convert. Ask for fewer")
     return count
 
 

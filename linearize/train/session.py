@@ -538,9 +538,7 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]],
         written = max((part.teacher.length for part in own_texts(data)), default=0) if recipe.teacher is None else 0
         if images and samples < FEW_IMAGES:
             message = f"a step sees {counted(samples, 'image')}, and gradients of so few may not converge. Give it "
-            message += (
-                "batch.per_device: 64, or as many as memory holds and the rest by batch.gradient_accumulation_steps"
-            )
+            message += "batch.per_device: 64, or what memory holds and the rest by batch.gradient_accumulation_steps"
         elif known is not None and length > known:
             message = f"rows have {length:,} tokens, and {type(model).__name__} was made for {known:,} "
             message += f"(max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"
