@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from inspect import getdoc
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -133,9 +133,9 @@ def _global(
 
 
 # In the order of `--help`.
-COMMANDS = (inspect.inspect, convert.convert, estimate.estimate, finetune.finetune, eval.evaluate, report.report)
-COMMANDS += (runs.runs, runs.compare, push.push, mechanisms.mechanisms, generate.generate, serve.serve, export.export)
-COMMANDS += (verify.verify, upgrade.upgrade, doctor.doctor, demo.demo)
+COMMANDS: list[Any] = [inspect.inspect, convert.convert, estimate.estimate, finetune.finetune, eval.evaluate]
+COMMANDS += [report.report, runs.runs, runs.compare, push.push, mechanisms.mechanisms, generate.generate, serve.serve]
+COMMANDS += [export.export, verify.verify, upgrade.upgrade, doctor.doctor, demo.demo]
 for one in COMMANDS:
     app.command("eval" if one is eval.evaluate else None)(one)
 app.add_typer(recipes.recipes, name="recipes")

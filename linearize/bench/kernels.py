@@ -271,9 +271,13 @@ def measure_errors(case: Case, shape: Shape) -> Iterator[dict[str, Any]]:
     for name, backend in backends(case, shape).items():
         ops[name] = partial(case.op, shape=shape, backend=backend)
         variants = [n for n in case.peers(case.inputs(shape, here()), shape, backend) if n.startswith(OURS)]
-        ops |= {n: lambda inputs, n=n, backend=backend: case.peers(inputs, shape, backend)[n]() for n in variants}
+        ops |= {variant: partial(_variant, case, shape, backend, variant) for variant in variants}
     for name, op in ops.items():
         yield {"shape": str(shape), "name": name} | attempt(partial(_errors, case, shape, op))
+
+
+def _variant(case: Case, shape: Shape, backend: str, name: str, inputs: list[Tensor]) -> Tensor:
+    return case.peers(inputs, shape, backend)[name]()
 
 
 def _errors(case: Case, shape: Shape, op: Callable[[list[Tensor]], Tensor]) -> dict[str, Any]:

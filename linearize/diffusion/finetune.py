@@ -59,7 +59,7 @@ PICTURE = "samples.png"
 def train(job: Job) -> dict[str, Any]:
     """Carry a job out: start or go on with its run, train, compare, save. Returns the report: `output`, and
     `predictions` before and after by noise level."""
-    recipe, run, say = recipe_of(job), start.run_of(job), job.say
+    recipe, run, say = cast(DiffusionRecipe, job.recipe), start.run_of(job), job.say
     pillow(SAMPLES)
     accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
@@ -97,28 +97,24 @@ def train(job: Job) -> dict[str, Any]:
     return report
 
 
-def recipe_of(job: Job) -> DiffusionRecipe:
-    """Its recipe, which `resolve` takes of either kind."""
-    return cast(DiffusionRecipe, job.recipe)
-
-
 def open_base(job: Job, owner: bool) -> tuple[Path, Opened]:
     """The folder that training starts from, converted where the recipe says so, and what is in it. The process that is
     `owner` opens the run's folder and writes. All that can be refused is refused before."""
-    recipe, run = recipe_of(job), start.run_of(job)
+    recipe, run = cast(DiffusionRecipe, job.recipe), start.run_of(job)
     planned, folder, _ = job.base
     opened = None if folder is None else opened_at(folder, recipe)
     if owner:
         if folder is None:
-            check_disk(planned[0], planned[1], run.converted)
-            data_of(recipe, planned[2][0].model, planned[1].folder)
+            plan, source, parts = planned
+            check_disk(plan, source, run.converted)
+            data_of(recipe, parts[0].model, source.folder)
         else:
             kept_files(folder)
         versions = start.versions() | {"diffusers": importlib.metadata.version("diffusers")}
         for note in run.start(versions, data=data_hashes(recipe), base=folder):
             job.say(note)
         if folder is None:
-            surgery.convert(*planned, run.converted, level="keys", seed=recipe.seed, say=job.say)
+            surgery.convert(plan, source, parts, run.converted, level="keys", seed=recipe.seed, say=job.say)
             run.note_base(run.converted)
     folder = folder or run.converted
     return folder, opened or opened_at(folder, recipe)
@@ -159,13 +155,13 @@ def data_hashes(recipe: DiffusionRecipe) -> dict[str, str]:
 def dry_run(job: Job, resume: str) -> dict[str, Any]:
     """What a job's stages, or the one that is asked for, would do, with every check of the run, the base and its data;
     nothing is written."""
-    recipe = recipe_of(job)
+    recipe = cast(DiffusionRecipe, job.recipe)
     check_stage_order(job.recipe, Run(job.recipe, resume), job.only)
     resolve_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
     planned, folder, _ = job.base
     if folder is None:
-        data = data_of(recipe, planned[2][0].model, planned[1].folder)[0]
-        plan = planned[0]
+        plan, source, parts = planned
+        data = data_of(recipe, parts[0].model, source.folder)[0]
         job.say(f"{plan.source}: {counted(len(plan.steps), 'layer')} become {plan.steps[0].mechanism}")
     else:
         data = opened_at(folder, recipe).data
