@@ -150,7 +150,7 @@ def no_such_run(place: Path) -> LinearizeError:
 def check_runs(folder: Path) -> None:
     """Raise LinearizeError (exit 2) unless this is a folder, which may hold runs."""
     if not folder.is_dir():
-        raise LinearizeError(f"{folder} is no folder. Give the one that holds your runs: finetune makes runs/")
+        raise LinearizeError(f"{folder} is no folder. Give the one with your runs; linearize finetune makes runs/")
 
 
 def check_file(path: Path, code: Exit = Exit.USAGE) -> None:

@@ -208,6 +208,21 @@ def check_weights(part: Part) -> None:
         raise disagree(part.source.folder, wrong[0])
 
 
+def check_one(folder: str | Path, parts: list[str]) -> None:
+    """Refuse (exit 3) a pipeline of several transformers, each of which has noise levels of its own."""
+    if len(parts) != 1:
+        message = f"{folder} has {len(parts)} transformers that are linear, and one is trained at a time"
+        raise IncompatibleError(f"{message}: give the folder of one of them")
+
+
+def check_inputs(folder: str | Path, model: Any) -> None:
+    """Refuse (exit 3) a transformer that takes more than latents and prompts."""
+    extra = [key for key in ("image_dim", "added_kv_proj_dim", "guidance_embeds") if model.config.get(key)]
+    if extra:
+        message = f"{folder}: the transformer has {', '.join(extra)}, and takes more than latents and prompts"
+        raise IncompatibleError(f"{message}. Train it as docs/diffusers.md says")
+
+
 def probe_parts(parts: list[Part]) -> Found:
     """The sites of all parts, numbered on from part to part, their paths with the name of the part before."""
     sites: list[Any] = []

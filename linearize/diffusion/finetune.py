@@ -32,8 +32,6 @@ from ..errors import CheckFailedError, IncompatibleError, reason_of, resource_er
 from ..hub.push import check_access, push_saved
 from ..job import start
 from ..job.checks import check_stage_order
-from ..job.resolve import Base
-from ..job.source import asked_of, named_by_keys
 from ..page.drawing import pillow
 from ..plan.plan import Plan
 from ..terminal.output import counted
@@ -120,23 +118,6 @@ def open_base(job: Job, owner: bool) -> tuple[Path, Opened]:
     return folder, opened or opened_at(folder, recipe)
 
 
-def base_of(recipe: DiffusionRecipe, run: Run | None) -> Base:
-    """What a job starts from. Raises LinearizeError: 3 for a base that is no folder of diffusers, and as planning."""
-    base, asked = recipe.model.base, recipe.convert
-    if not surgery.holds_diffusers(base):
-        message = f"model.base {base} is no folder of a pipeline or transformer of diffusers"
-        raise IncompatibleError(f"{message}, which latents are for")
-    if asked is None:
-        return Base(None, Path(base).expanduser())
-    if run is not None and run.has_converted:
-        return Base(None, run.converted)
-    with named_by_keys():
-        planned = surgery.plan_conversion(base, asked.mechanism, **asked_of(recipe, asked))
-    check_one(base, [part.name for part in planned[2]])
-    check_inputs(base, planned[2][0].model)
-    return Base(planned, None)
-
-
 def opened_at(base: Path, recipe: DiffusionRecipe) -> Opened:
     """What is in a converted folder, and the recipe's data for it."""
     model, noise = open_model(base, recipe)
@@ -195,21 +176,6 @@ def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
     return Accelerator(mixed_precision=precision, cpu=takes_cpu(recipe.runtime.device), kwargs_handlers=[waits])
 
 
-def check_one(folder: str | Path, parts: list[str]) -> None:
-    """Refuse (exit 3) a pipeline of several transformers, each of which has noise levels of its own."""
-    if len(parts) != 1:
-        message = f"{folder} has {len(parts)} transformers that are linear, and one is trained at a time"
-        raise IncompatibleError(f"{message}: give the folder of one of them")
-
-
-def check_inputs(folder: str | Path, model: Any) -> None:
-    """Refuse (exit 3) a transformer that takes more than latents and prompts."""
-    extra = [key for key in ("image_dim", "added_kv_proj_dim", "guidance_embeds") if model.config.get(key)]
-    if extra:
-        message = f"{folder}: the transformer has {', '.join(extra)}, and takes more than latents and prompts"
-        raise IncompatibleError(f"{message}. Train it as docs/diffusers.md says")
-
-
 def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
     """The converted transformer in float32, and its noise.
 
@@ -220,7 +186,7 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
     diffusers = surgery.load_diffusers(base)
     diffusers.utils.logging.disable_progress_bar()
     parts = [*converted_parts(base, recipe.model.trust_remote_code)]
-    check_one(base, parts)
+    surgery.check_one(base, parts)
     try:
         model = load_parts(base)[parts[0]]
     except Exception as error:  # loaders of many components raise as they like
@@ -228,7 +194,7 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
             raise
         message = f"{base} cannot be loaded: {reason_of(error)}. Restore it, or convert its source again"
         raise IncompatibleError(message) from error
-    check_inputs(base, model)
+    surgery.check_inputs(base, model)
     return model, noise_of(recipe.noise, type(model).__name__, component(base, "scheduler", diffusers))
 
 

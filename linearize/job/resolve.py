@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..checkpoint.source import Source
 from ..errors import IncompatibleError, LinearizeError, reason_of, resource_error, undamaged
 from ..estimate.advice import as_before, choose, is_open, without_auto
 from ..estimate.estimate import Cost, estimate
@@ -31,20 +30,11 @@ from ..train.save import meta_model
 from ..train.teacher import Named, find_teacher, meta_teacher
 from ..verify.reload import stop_children
 from .checks import check_folders_separate, check_stage_name
-from .source import base_path, converted_base, open_source_of, plan_base
+from .source import Base, base_of_latents, base_path, converted_base, open_source_of, plan_base
 
 # A parameter takes at most so much: float32 weight, gradient and two moments, and the teacher's copy. A model whose
 # parameters take less than this share of the memory is not rehearsed before it trains.
 BYTES_AT_MOST, SMALL = 20, 0.02
-
-
-class Base(NamedTuple):
-    """What a job starts from: a conversion that is `planned`, as `plan_conversion` returns it, or a `folder`. `source`
-    is where the folder of a model that was converted before comes from."""
-
-    planned: Any
-    folder: Path | None
-    source: Source | None = None
 
 
 class Job:
@@ -96,9 +86,7 @@ class Job:
         branch has become."""
         recipe, run = self.recipe, self.run
         if not isinstance(recipe, Recipe):
-            from ..diffusion.finetune import base_of
-
-            return base_of(recipe, run)
+            return base_of_latents(recipe, run)
         if recipe.convert is None and not recipe.plain:
             local = os.path.isdir(os.path.expanduser(base_path(recipe)))
             commit = None if run is None or run.resume == "never" else run.commit()
