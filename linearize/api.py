@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import LinearizeError
+from .errors import LinearizeError, check_choice
+from .terminal.arguments import LEVELS
 from .terminal.output import say as _stderr
 
 if TYPE_CHECKING:
@@ -140,12 +141,12 @@ def convert(
     Raises:
         LinearizeError: As `plan`, 4 for disk and memory, 6 when the check fails, which leaves no folder.
     """
-    from .convert import check_target, plan_conversion
+    from .checkpoint.atomic import check_target
     from .convert import convert as carry_out
+    from .convert import plan_conversion
 
     check_target(Path(model), Path(output), overwrite)  # planning may measure layers for minutes
-    if verify not in ("auto", "full", "keys", "none"):
-        raise LinearizeError(f"verify={verify}: choose auto, full, keys or none")
+    check_choice("verify", verify, LEVELS)
     asked: dict[str, Any] = {"layers": layers, "keep_softmax": keep_softmax, "options": dict(options or {})}
     asked |= {"allow_drop": tuple(allow_drop), "dtype": dtype, "revision": revision, "copy": copy, "restore": restore}
     asked |= {"keep_heads": keep_heads, "kept_window": kept_window}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from .checkpoint.atomic import check_output, output_folder
+from .checkpoint.atomic import check_target, output_folder
 from .checkpoint.carried import carried_files, left_behind
 from .checkpoint.code import SourceClasses
 from .checkpoint.fp8 import float_tensors
@@ -21,11 +21,20 @@ from .checkpoint.provenance import check_code_cache
 from .checkpoint.reconvert import as_source, mixer_prefixes, plan_converted, write_reconverted
 from .checkpoint.source import ADAPTER_CONFIG, DTYPES, Source, hub_kernel, open_source, present, read_header
 from .checkpoint.write import meta_pickle, shard_dtype, write_checkpoint
-from .errors import IncompatibleError, LinearizeError, ResourceError, existing_folder, is_secret, leaves, reason_of
+from .errors import (
+    IncompatibleError,
+    LinearizeError,
+    ResourceError,
+    existing_folder,
+    is_secret,
+    leaves,
+    reason_of,
+    some,
+)
 from .estimate import break_even
 from .plan.keep import Choice, WindowChoice, auto_heads, heads_available, is_auto, regrouped, unscored_heads
 from .plan.mechanisms import present_options, with_own_eps
-from .plan.plan import Plan, Step, local_steps, some
+from .plan.plan import Plan, Step, local_steps
 from .plan.request import Request
 from .probe.found import Found
 from .probe.probe import found_in, model_class_of
@@ -351,28 +360,6 @@ def check_paths(source: Source, output: Path, overwrite: bool) -> None:
         if os.fsencode(path).decode("utf-8", "replace") != str(path):
             raise IncompatibleError(f"{path} is not valid UTF-8, and safetensors opens no such path. Rename it")
     check_target(source.folder, output, overwrite)
-
-
-def check_target(folder: Path, output: Path, overwrite: bool) -> None:
-    """Refuse an output that is the source's folder, inside it, or around it, and one that is not empty (exit 2). The
-    source may be no folder here."""
-    readable = folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)  # else whoever reads it says so
-    if readable and not separate(folder, output):
-        raise LinearizeError(f"-o {output} and the source {folder} must be separate folders")
-    check_output(output, overwrite)
-
-
-def separate(folder: Path, output: Path) -> bool:
-    """Whether `output` is not in a model's folder, and neither the folder nor what its links lead to is in `output`."""
-    target, place = Path(os.path.realpath(output)), Path(os.path.realpath(folder))
-    files = [Path(os.path.realpath(f)) for f in folder.iterdir() if f.is_symlink()]
-    return not (_holds(place, target) or any(_holds(target, path) for path in (place, *files)))
-
-
-def _holds(folder: Path, path: Path) -> bool:
-    """Whether real `path` is `folder` or inside, by name or, as under a bind mount, by what is there."""
-    places = (path, *path.parents)
-    return folder in places or (folder.exists() and any(p.exists() and p.samefile(folder) for p in places))
 
 
 def check_weights(source: Source, natives: SourceClasses) -> None:

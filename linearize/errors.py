@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near!r}?" if near else ""
 
 
+def check_choice(option: str, value: str, choices: Sequence[str]) -> str:
+    """`value`, of an option that has these choices alone. Raises LinearizeError (exit 2) for another one."""
+    if value not in choices:
+        raise LinearizeError(f"{option} {value}: choose {', '.join(choices)}.{did_you_mean(value, choices)}")
+    return value
+
+
+def some(names: list[str]) -> str:
+    """The first three of `names`, and whether there are more."""
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
 def near_path(path: Path, pattern: str = "*") -> str:
     """` Did you mean 'folder/x'?` for the nearest name beside `path` of those that match, or an empty string.
 
@@ -138,9 +150,7 @@ def no_such_run(place: Path) -> LinearizeError:
 def check_runs(folder: Path) -> None:
     """Raise LinearizeError (exit 2) unless this is a folder, which may hold runs."""
     if not folder.is_dir():
-        raise LinearizeError(
-            f"{folder} is no folder. Give the one that holds your runs; linearize finetune makes runs/"
-        )
+        raise LinearizeError(f"{folder} is no folder. Give the one with your runs; linearize finetune makes runs/")
 
 
 def check_file(path: Path, code: Exit = Exit.USAGE) -> None:

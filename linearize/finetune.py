@@ -1,7 +1,8 @@
 """Finetune, the story on one screen: resolve the recipe, train its stages, save, reload, verify.
 
 Read `finetune` first; job/resolve.py finds and job/checks.py checks what is needed, job/start.py converts, session.py
-holds the process that trains, loop.py one stage, runs.py the folder on disk.
+holds the process that trains, loop.py one stage, runs.py the folder on disk. What trains on latents is resolved here as
+well, and carried out by `train` of diffusion/finetune.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from .checkpoint.atomic import write_result
 from .checkpoint.manifest import read_plan
 from .checkpoint.provenance import check_code_cache
+from .diffusion.finetune import train as train_on_latents
+from .diffusion.recipe import DiffusionRecipe
 from .errors import Exit, LinearizeError, ResourceError, os_error, quoted
 from .hub.push import check_access, push_saved
 from .job.checks import check_stage_order
@@ -34,9 +37,15 @@ from .train.session import Finetuner
 
 
 def finetune(
-    recipe: Recipe, *, resume: str = "auto", only: str | None = None, max_steps: int | None = None, say: Say = print
+    recipe: Recipe | DiffusionRecipe,
+    *,
+    resume: str = "auto",
+    only: str | None = None,
+    max_steps: int | None = None,
+    say: Say = print,
 ) -> dict[str, Any]:
-    """Run a recipe; returns the report: `output`, `max_steps`, `teacher_ppl`, `stages`, .. (also in report.json).
+    """Run a recipe; returns the report: `output`, `max_steps`, `teacher_ppl`, `stages`, .. (also in report.json); of a
+    recipe of latents `predictions` before and after by noise level.
 
     `output` is None when `only` left later stages to do. Raises LinearizeError: 2 for the recipe, 3 for what does
     not fit, 4 for resources, 5 for the Hub, 6 for NaN or a failed verification, 130 when interrupted (state saved).
@@ -50,7 +59,7 @@ def finetune(
         check_stage_order(job.recipe, run, only)
         job.say = run.noted(job.say)
         job.resolve_auto()
-        return train(job)
+        return train(job) if isinstance(recipe, Recipe) else train_on_latents(job)
 
 
 def train(job: Job) -> dict[str, Any]:

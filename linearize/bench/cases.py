@@ -143,10 +143,7 @@ class GSA(Case):
         slots(2, 1024, gates="bfloat16"),
         *(slots(2, 1024, dtype=dtype) for dtype in DTYPES[1:]),
     )
-    steps = (
-        *(PRESET._replace(B=B, T=1) for B in (16, 1)),
-        *(slots(B, 1, 32, 8) for B in (64, 16, 1)),
-    )
+    steps = (*(PRESET._replace(B=B, T=1) for B in (16, 1)), *(slots(B, 1, 32, 8) for B in (64, 16, 1)))
     names = ("q", "k", "v", "g")
 
     def inputs(self, shape: Shape, device: str) -> list[Tensor]:
@@ -177,11 +174,7 @@ class GSA(Case):
 
 class LA(Case):
     function = staticmethod(la)
-    shapes = (
-        equal_heads(4, 10_000),
-        equal_heads(4, 10_000, dtype="float32"),
-        *(both_ways(*size) for size in IMAGES),
-    )
+    shapes = (equal_heads(4, 10_000), equal_heads(4, 10_000, dtype="float32"), *(both_ways(*size) for size in IMAGES))
     errors = tuple(equal_heads(2, 1000, dtype=dtype, causal=causal) for causal in (True, False) for dtype in DTYPES)
     steps = STEPS
     torch_tokens = 140_000

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..checkpoint.code import SourceClasses
 from ..checkpoint.source import Source, open_source
 from ..convert import plan_conversion
-from ..errors import LinearizeError, did_you_mean
+from ..errors import LinearizeError, check_choice
 from ..plan.plan import Plan
 from ..terminal.output import markdown_table
 from .layer import FIRST, conversion, recipe_of
@@ -143,8 +143,8 @@ def plan_for(
     """
     if (model is None) == (shape is None):
         raise LinearizeError(f"give either a model or --shape: {', '.join(SHAPES)}")
-    if shape is not None and shape not in SHAPES:
-        raise LinearizeError(f"--shape {shape}: choose {', '.join(SHAPES)}.{did_you_mean(shape, SHAPES)}")
+    if shape is not None:
+        check_choice("--shape", shape, list(SHAPES))
     arguments: dict[str, Any] = {"options": options, "weights": False, **(layers or {})}
     if model is not None and not changes:
         return plan_conversion(model, mechanism, **arguments)

@@ -71,11 +71,7 @@ def whole_plan(known: Plan, source: Source, natives: SourceClasses) -> Plan:
             if kept or found.reads_masks or found.others:
                 rest["others"] = grouped(found.others)
     return dataclasses.replace(
-        known,
-        source=source.folder.resolve().name,
-        steps=steps,
-        source_bytes=source.bytes,
-        **rest,
+        known, source=source.folder.resolve().name, steps=steps, source_bytes=source.bytes, **rest
     )
 
 

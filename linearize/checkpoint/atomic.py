@@ -16,8 +16,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..errors import LinearizeError, check_file, writing
-from ..plan.plan import some
+from ..errors import LinearizeError, check_file, some, writing
 from ..terminal.output import counted
 
 ATTEMPTS = 100  # to lock a folder that others make and remove meanwhile; each fails only when another one was done
@@ -169,6 +168,28 @@ def _recover(output: Path, old: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(output)
+
+
+def check_target(folder: Path, output: Path, overwrite: bool) -> None:
+    """Refuse an output that is the source's folder, inside it, or around it, and one that is not empty (exit 2). The
+    source may be no folder here."""
+    readable = folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)  # else whoever reads it says so
+    if readable and not separate(folder, output):
+        raise LinearizeError(f"-o {output} and the source {folder} must be separate folders")
+    check_output(output, overwrite)
+
+
+def separate(folder: Path, output: Path) -> bool:
+    """Whether `output` is not in a model's folder, and neither the folder nor what its links lead to is in `output`."""
+    target, place = Path(os.path.realpath(output)), Path(os.path.realpath(folder))
+    files = [Path(os.path.realpath(f)) for f in folder.iterdir() if f.is_symlink()]
+    return not (_holds(place, target) or any(_holds(target, path) for path in (place, *files)))
+
+
+def _holds(folder: Path, path: Path) -> bool:
+    """Whether real `path` is `folder` or inside, by name or, as under a bind mount, by what is there."""
+    places = (path, *path.parents)
+    return folder in places or (folder.exists() and any(p.exists() and p.samefile(folder) for p in places))
 
 
 def check_output(output: Path, overwrite: bool, carried: Collection[str] = ()) -> None:

@@ -35,10 +35,10 @@ from ..errors import (
     check_file,
     reason_of,
     resource_error,
+    some,
     writing,
 )
 from ..export.to_gguf import INSTALL, SPLITS, llama3_factors
-from ..plan.plan import some
 from ..probe.probe import model_class_of
 from ..probe.trace import build_on_meta, quiet
 from ..terminal.output import say, size

@@ -16,8 +16,8 @@ from typing import Any
 from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
-from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError
-from ..plan.plan import DIFFUSERS, Plan, Step, some
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, some
+from ..plan.plan import DIFFUSERS, Plan, Step
 from ..terminal.progress import Advance
 from .atomic import MANIFEST
 from .shards import file_hashes, file_size, in_parallel, known_sha256

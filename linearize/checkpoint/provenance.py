@@ -23,9 +23,18 @@ from linearize_kernels.hf.attention_hooks import TRAINED
 from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
-from ..errors import MALFORMED, IncompatibleError, LinearizeError, ResourceError, quoted, reason_of, resource_error
+from ..errors import (
+    MALFORMED,
+    IncompatibleError,
+    LinearizeError,
+    ResourceError,
+    quoted,
+    reason_of,
+    resource_error,
+    some,
+)
 from ..plan.mechanisms import build_mixer, check_name, mechanism_names, present_options, renamed_options
-from ..plan.plan import Plan, some
+from ..plan.plan import Plan
 from ..probe.probe import model_class_of
 from ..probe.trace import quiet
 from . import write as checkpoint

@@ -111,7 +111,9 @@ class Scorer:
         found: list[dict[str, float]] = [{} for _ in sets]
         for kind, batches in self.batches.items():
             sums = torch.zeros(len(sets), dtype=torch.float64)
-            count = sum(counts_in(batch, self.mixture.model) for batch in batches)
+            # Of a model without a head rows are compared, of others predictions.
+            asked = [x["asked"] if has_head(self.mixture.model) else x["asked"].any(1) for x in batches]
+            count = sum(int(one.sum()) for one in asked)
             for batch in batches:
                 teacher = self.mixture.teacher(batch)
                 self.advance(batch["asked"].numel())
@@ -135,12 +137,6 @@ class Scorer:
     def _share(self, values: dict[str, Any]) -> Any:
         parts = [value / max(self.linear[kind], 1e-12) for kind, value in values.items()]
         return sum(parts) / len(parts)
-
-
-def counts_in(batch: Batch, model: Any) -> int:
-    """How many predictions of a batch are compared, or how many rows of a model without a head."""
-    asked = batch["asked"] if has_head(model) else batch["asked"].any(1)
-    return int(asked.sum())
 
 
 def apart_on(batch: Batch, ours: Tensor, theirs: Tensor, model: Any) -> Tensor:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import LinearizeError
-from ..plan.keep import LONGEST, MEANING, UNSCORED, KeptWindow, regrouped, written
-from ..terminal.arguments import Revision, Trust, path
+from ..plan.keep import LONGEST, MEANING, METHODS, UNSCORED, KeptWindow, regrouped, written
+from ..terminal.arguments import DTYPES, LEVELS, Revision, Trust, check_base, one_of, path
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, counted, layers_named, nats, print_json, ranges, say, size
-from ..terminal.progress import starting
+from ..terminal.progress import starting, uncollected
 from ..terminal.tables import alike, attention, chosen_options, console, table
 
 if TYPE_CHECKING:
@@ -50,13 +50,11 @@ def convert(
         Path | None, typer.Option("--output", "-o", help="Folder to write. Default: ./NAME-MECHANISM.", parser=path)
     ] = None,
     layers: Annotated[
-        str,
-        typer.Option(help="Layers to make linear: all, 0-3,7 or every:2. In a converted MODEL: further ones."),
+        str, typer.Option(help="Layers to make linear: all, 0-3,7 or every:2. In a converted MODEL: further ones.")
     ] = "all",
     restore: Annotated[str, typer.Option(help="Layers of a converted MODEL that get softmax back: 3 or 0-3,7.")] = "",
     keep_softmax: Annotated[
-        str,
-        typer.Option(help="Layers that keep softmax: 7,15, every:4, or auto:2 (auto:25%) to let linearize choose."),
+        str, typer.Option(help="Layers that keep softmax: 7,15, every:4, or auto:2 (auto:25%) to let linearize choose.")
     ] = "",
     keep_heads: Annotated[
         str,
@@ -77,7 +75,8 @@ def convert(
         str,
         typer.Option(
             help="How auto scores layers or heads: restore (starts all linear, gives softmax back one by one) "
-            "or swaps (makes one at a time linear; faster)."
+            "or swaps (makes one at a time linear; faster).",
+            callback=one_of("--score-by", METHODS),
         ),
     ] = "restore",
     score_text: Annotated[
@@ -89,22 +88,22 @@ def convert(
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Mechanism option as key=value, also with a recipe. Repeatable."),
+        list[str] | None, typer.Option("--set", help="Mechanism option as key=value, also with a recipe. Repeatable.")
     ] = None,
     allow_drop: Annotated[
         list[str] | None,
         typer.Option("--allow-drop", help="Accept losing this attention feature, for example alibi. Repeatable."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the result: keep, float32, bfloat16, float16 or float64.")
+        str,
+        typer.Option(
+            help="Dtype of the result: keep, float32, bfloat16, float16 or float64.",
+            callback=one_of("--dtype", (*DTYPES, "float64")),
+        ),
     ] = "keep",
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the plan and stop. Reads no weights, except for auto and --score-text.",
-        ),
+        typer.Option("--dry-run", help="Print the plan and stop. Reads no weights, except for auto and --score-text."),
     ] = False,
     copy: Annotated[
         bool, typer.Option("--copy", help="Copy the source's shards. Default: hard links where the disk allows them.")
@@ -116,7 +115,8 @@ def convert(
         str,
         typer.Option(
             help="Check of the result: full, keys (no logits) or none. auto: full, but with little memory only the "
-            "first layers, or keys."
+            "first layers, or keys.",
+            callback=one_of("--verify", LEVELS),
         ),
     ] = "auto",
     push: Annotated[str | None, typer.Option(help="Upload the result to this Hub repository (user/repo).")] = None,
@@ -126,13 +126,10 @@ def convert(
 
     With a recipe, its `convert` and `model` say how; options given here override it.
     """
-    if verify not in ("auto", "full", "keys", "none"):
-        raise LinearizeError(f"--verify {verify}: choose auto, full, keys or none")
-    from ..plan.keep import check_method
+    from ..checkpoint.atomic import check_target
     from ..plan.mechanisms import check_name
     from ..recipe.presets import is_recipe
 
-    check_method(score_by)
     if to is not None:
         check_name(to)
     of_recipe: Any = None
@@ -142,6 +139,15 @@ def convert(
         if named is not None:
             raise LinearizeError(f"{named}: a recipe stands first: linearize convert {named} model.base={model}")
         model = model_name(model)
+    check_base(values or [])
+    if by_recipe:
+        if restore:
+            raise LinearizeError(f"--restore {restore}: recipes convert models with softmax. Name the converted folder")
+        with uncollected():
+            of_recipe = asked_recipe(context, model, values or [])
+        model = model_name(of_recipe.model.base)
+    if output is not None and not dry_run:  # planning may measure layers for minutes
+        check_target(Path(model), output, overwrite)
     with starting():
         from ..plan.mechanisms import parse_settings
         from ..plan.plan import make_steps
@@ -155,14 +161,9 @@ def convert(
 
     seed, asked = 0, dict[str, Any]()
     if by_recipe:
-        if restore:
-            raise LinearizeError(
-                f"--restore {restore}: a recipe converts a model with softmax. Name the converted folder"
-            )
-        of_recipe = asked_recipe(context, model, values or [])
         from ..job.source import asked_of
 
-        seed, how, model = of_recipe.seed, of_recipe.convert, model_name(of_recipe.model.base)
+        seed, how = of_recipe.seed, of_recipe.convert
         to, score_by, asked = how.mechanism, how.score_by, asked_of(of_recipe, how)
     else:
         asked = {"layers": layers, "keep_softmax": keep_softmax, "keep_heads": keep_heads, "kept_window": kept_window}
@@ -184,8 +185,6 @@ def convert(
     measures = (scored or priced) and story is of_transformers
     if measures:
         asked |= of_scoring(score_by, score_text, of_recipe)
-    if output is not None and not dry_run:  # planning may measure layers for minutes
-        of_transformers.check_target(Path(model), output, overwrite)
     planned = story.plan_conversion(model, to, restore=restore, weights=not dry_run or measures, **asked)
     plan = planned[0]
     plan_table(plan)
@@ -256,19 +255,18 @@ def asked_recipe(context: typer.Context, recipe: str, values: list[str]) -> Any:
 
 def of_scoring(method: str, text: Path | None, recipe: Any = None) -> dict[str, Any]:
     """How `auto` compares layers, heads and windows, and on what a window of named layers is measured, as arguments.
-    Without a `text` of its own it is that of the recipe, where there is one. Raises LinearizeError (exit 2) for another
-    method and for text that is not there."""
+    Without a `text` of its own it is that of the recipe, where there is one. Raises LinearizeError (exit 2) for text
+    that is not there."""
     from ..choose.choose import Scoring, choosers, pricer
     from ..data.documents import TextSource
     from ..errors import absent, check_file
-    from ..plan.keep import check_method
     from ..recipe.data import unreadable
 
     if text is None and recipe is not None:
         from ..job.source import scoring_of
 
         return choosers(scoring_of(recipe, recipe.convert, say))
-    scoring: dict[str, Any] = {"method": check_method(method), "say": say}
+    scoring: dict[str, Any] = {"method": method, "say": say}
     if text is not None:
         if reason := unreadable(text.name):
             raise LinearizeError(f"--score-text {text}: {reason}")

@@ -83,7 +83,7 @@ def data_lines(plans: list[dict[str, Any]]) -> None:
         out.print("note: data.eval is a dataset still. For text of yours add 'data.eval={files: [held-out.txt]}'")
 
 
-# Shares of a measured step.
+# Shares of a measured step, which a GPU has.
 SHARES = {"products": "of peak FLOP/s", "device_waits": "waiting"}
 # What the parts of an estimate's memory are called where that is not their key.
 PART_NAMES = {"masters": "float32 weights", "total": "sum"}
@@ -115,7 +115,10 @@ def estimate_table(found: dict[str, Any]) -> None:
         cells += ("" if rate is None else f"{rate:,.0f}", "" if hours is None else duration(3600 * hours))
         if measured:
             one = row["measured"]
-            cells += (f"{measured_speed(one, unit)}, {size(one['peak'])}",)
+            told = [f"{one['tokens_per_s']:,.0f} {unit}/s"]
+            told += [f"{one[key]:.0%} {what}" for key, what in SHARES.items() if one.get(key) is not None]
+            told += ["CUDA graphs"] if one.get("graphs") else []
+            cells += (", ".join([*told, size(one["peak"])]),)
         rows.append(cells)
     out.print(table(columns, rows, beside if device["name"] != "cpu" else None))
     if device["name"] == "cpu":
@@ -140,13 +143,6 @@ def estimate_table(found: dict[str, Any]) -> None:
         hourly = f" at {found['price'] / (found['hours'] * device['count']):.4g} an hour" if found["hours"] else ""
         told.append(f"price {found['price']:.2f}{hourly}{' and device' * (device['count'] > 1)}")
     out.print("; ".join(told))
-
-
-def measured_speed(one: dict[str, Any], unit: str) -> str:
-    """What a measured stage reached: of a GPU also its share of the peak FLOP/s, and of the time in which it waits."""
-    said = [f"{one['tokens_per_s']:,.0f} {unit}/s"]
-    said += [f"{one[key]:.0%} {what}" for key, what in SHARES.items() if one.get(key) is not None]
-    return ", ".join([*said, *(["CUDA graphs"] if one.get("graphs") else [])])
 
 
 def spent(found: dict[str, Any]) -> str:

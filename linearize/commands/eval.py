@@ -12,20 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..terminal.arguments import Converted, Device, Dtype, Trust, non_empty, path
+from ..terminal import tables
+from ..terminal.arguments import Converted, Device, Dtype, Trust, non_empty, one_of, path
 from ..terminal.arguments import model as model_name
 from ..terminal.output import Json, finite, nats, percent, print_json, say, size
 from ..terminal.progress import starting
-from ..terminal.tables import (
-    asked_rows,
-    console,
-    empty_tasks_note,
-    note_below,
-    positions_table,
-    table,
-    task_rows,
-    written_dtypes,
-)
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -46,15 +37,6 @@ OF_MODELS = (*OF_TEXT, "tasks", *OF_TASKS, "batch_tokens", "dtype", "without")
 
 # Of layers with both, what `--without` switches off.
 PARTS = ("memory", "window")
-
-
-def one_part(word: str) -> str:
-    """A part of a student. Raises LinearizeError (exit 2) for another word."""
-    from ..errors import LinearizeError, did_you_mean
-
-    if word not in PARTS:
-        raise LinearizeError(f"--without {word}: choose {' or '.join(PARTS)}.{did_you_mean(word, PARTS)}")
-    return word
 
 
 def evaluate(
@@ -102,7 +84,8 @@ def evaluate(
     without: Annotated[
         str | None,
         typer.Option(
-            help="Switch off one part of the student's layers that have both: memory or window.", parser=one_part
+            help="Switch off one part of the student's layers that have both: memory or window.",
+            callback=one_of("--without", PARTS),
         ),
     ] = None,
     device: Device = "auto",
@@ -302,7 +285,6 @@ def _evaluate_latents(
     from ..diffusion import finetune as story
     from ..diffusion.recipe import load_latents_recipe
     from ..errors import LinearizeError
-    from ..terminal.tables import prediction_table
 
     drawn = output.with_suffix(".png") if output is not None else None
     if output is not None and drawn == output:
@@ -314,7 +296,7 @@ def _evaluate_latents(
         raise LinearizeError("--recipe is missing: give a recipe whose data are latents, see docs/diffusers.md")
     own = ["convert=null", f"model.base={json.dumps(student)}", f"model.trust_remote_code={json.dumps(trust)}"]
     result, png = story.evaluate(load_latents_recipe(recipe, [*overrides, *own]))
-    prediction_table(result["predictions"])
+    tables.prediction_table(result["predictions"])
     if drawn is not None:
         write_result(drawn, png)
         say(f"wrote {drawn}: samples of the student, and of the teacher below")
@@ -328,7 +310,7 @@ def comparison_table(result: dict[str, Any]) -> None:
         ("perplexity", f"{student:.3f} ({result['ppl_ratio']:.3f}x)", f"{teacher:.3f}"),
         ("KL from the teacher, nats a token", nats(result["kl"]), ""),
         ("same prediction (likeliest token)", percent(result["top1_agreement"]), ""),
-        *asked_rows(result),
+        *tables.asked_rows(result),
     ]
     both = "both in " * (len({*result["dtypes"].values()}) > 1)
     for row in result["state"]:
@@ -336,12 +318,12 @@ def comparison_table(result: dict[str, Any]) -> None:
         rows.append((f"state at {row['length']:,} tokens, {both}{result['state_dtype']}", *cells))
     columns = {"": "text", "student": "number", "teacher": "number"}
     title = f"{result['read']:,} tokens of {result['text']}, in rows of {result['seq_len']:,}; "
-    title += f"{result['tokens']:,} of them are predicted; {written_dtypes(result['dtypes'])}"
-    console().print(table(columns, rows, title))
-    console().print(
+    title += f"{result['tokens']:,} of them are predicted; {tables.written_dtypes(result['dtypes'])}"
+    tables.console().print(tables.table(columns, rows, title))
+    tables.console().print(
         "recall: second words of a list of pairs, asked for by the first; needle: one such pair in other text"
     )
-    positions_table(result["positions"])
+    tables.positions_table(result["positions"])
 
 
 def answers_table(result: dict[str, Any]) -> None:
@@ -365,7 +347,7 @@ def answers_table(result: dict[str, Any]) -> None:
             (f"KL from the teacher, nats per {one}", nats(result["kl"]), ""),
         ]
     columns = {"": "text", "student": "number", "teacher": "number"}
-    console().print(table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))
+    tables.console().print(tables.table(columns, rows, f"{result['asked']:,} {many} of {result['data']}"))
 
 
 def embeddings_table(result: dict[str, Any]) -> None:
@@ -380,28 +362,30 @@ def embeddings_table(result: dict[str, Any]) -> None:
             found = (percent(result[f"{who}_nearest_class"]) for who in ("student", "teacher"))
             rows.append(("the nearest other image has the same class", *found))
         rows.append(("same nearest image", percent(result["same_answer"]), ""))
-        console().print(table(columns, rows, f"{result['images']:,} images of {result['data']}"))
+        tables.console().print(tables.table(columns, rows, f"{result['images']:,} images of {result['data']}"))
         return
     for places in (1, 10):
         found = (percent(result[f"{who}_found_{places}"]) for who in ("student", "teacher"))
         rows.append((f"passage found by its first sentence, top {places}", *found))
     rows.append(("same passage found first", percent(result["same_answer"]), ""))
     title = f"{result['passages']:,} passages of {result['data']}, {result['longest']:,} tokens at most"
-    console().print(table(columns, rows, title))
+    tables.console().print(tables.table(columns, rows, title))
 
 
 def tasks_table(result: dict[str, Any]) -> None:
     """What lm-evaluation-harness measured."""
     kinds = ("text", "short", "number", "number", "number", "number")
-    headings, rows = task_rows(result)
-    console().print(table(dict(zip(headings, kinds, strict=False)), rows, f"lm-evaluation-harness {result['harness']}"))
+    headings, rows = tables.task_rows(result)
+    tables.console().print(
+        tables.table(dict(zip(headings, kinds, strict=False)), rows, f"lm-evaluation-harness {result['harness']}")
+    )
     for row in result["tasks"] if result["teacher"] else ():
         found = [one["teacher"] for one in row["metrics"] if one.get("higher_is_better")]
         if found and not any(found):
-            console().print(f"note: {row['task']} compares nothing here: the teacher itself is right in no row")
+            tables.console().print(f"note: {row['task']} compares nothing here: the teacher itself is right in no row")
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
     """Sentences on figures of `linearize eval` that are easily misread."""
-    nothing = empty_tasks_note(result)
-    return [note for note in (note_below(result["ppl_ratio"]), f"note: {nothing}" * bool(nothing)) if note]
+    nothing = tables.empty_tasks_note(result)
+    return [note for note in (tables.note_below(result["ppl_ratio"]), f"note: {nothing}" * bool(nothing)) if note]

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal import tables
 from ..terminal.arguments import Overrides, check_base
 from ..terminal.output import Json, print_json, say, short, size
 from ..terminal.progress import starting, uncollected
-from ..terminal.tables import console, evaluation_figures, note_below, positions_table, row_name, table, unit_of_stages
 from .estimate import data_lines, estimate_table
 
 
@@ -33,10 +33,10 @@ def finetune(
     from ..diffusion.recipe import DiffusionRecipe, load_either
 
     with uncollected():  # a mechanism's options are checked by its code, which imports torch
-        loaded = load_either(recipe, overrides or [])
-    if isinstance(loaded, DiffusionRecipe):
-        _finetune_latents(loaded, dry_run, resume, stage, max_steps, as_json)
-        return
+        loaded: Any = load_either(recipe, overrides or [])
+    latents = isinstance(loaded, DiffusionRecipe)
+    if latents and max_steps is not None:
+        loaded, max_steps = loaded.shortened(max_steps), None
     with starting():
         from .. import finetune as story
         from ..job.dry_run import dry_run as estimated
@@ -45,40 +45,20 @@ def finetune(
     result: dict[str, Any]
     if dry_run:
         result = estimated(loaded, say, max_steps, stage, resume=resume)
-        recipe_table(result["stages"])
-        data_lines(result["stages"])
-        estimate_table(result)
+        if not latents:
+            recipe_table(result["stages"])
+            data_lines(result["stages"])
+            estimate_table(result)
     else:
         result = story.finetune(loaded, resume=resume, only=stage, max_steps=max_steps, say=say)
         if int(os.environ.get("RANK", "0")):
             return  # of several processes the first one speaks
-        report_table(result)
-        if result["output"] is not None:
-            say(f"Next: {next_commands(loaded)}")
-    if as_json:
-        print_json(result)
-
-
-def _finetune_latents(
-    loaded: Any, dry_run: bool, resume: str, stage: str | None, steps: int | None, as_json: bool
-) -> None:
-    """A recipe of latents: a pipeline of diffusers is distilled."""
-    from ..terminal.tables import prediction_table
-
-    if steps is not None:
-        stages = tuple(one.model_copy(update={"steps": min(steps, one.steps)}) for one in loaded.stages)
-        loaded = loaded.model_copy(update={"stages": stages})
-    with starting():
-        from ..diffusion import finetune as story
-
-    result: dict[str, Any]
-    if dry_run:
-        result = story.dry_run(loaded, say, stage, resume)
-    else:
-        result = story.finetune(loaded, only=stage, resume=resume, say=say)
-        if int(os.environ.get("RANK", "0")):
-            return
-        prediction_table(result["predictions"])
+        if latents:
+            tables.prediction_table(result["predictions"])
+        else:
+            report_table(result)
+            if result["output"] is not None:
+                say(f"Next: {next_commands(loaded)}")
     if as_json:
         print_json(result)
 
@@ -86,7 +66,7 @@ def _finetune_latents(
 def recipe_table(plans: list[dict[str, Any]]) -> None:
     """What each stage will do, within 80 columns; `--json` has the exact numbers."""
     columns = {"stage": "short", "trains": "text"}
-    unit = unit_of_stages(plans)
+    unit = tables.unit_of_stages(plans)
     columns |= dict.fromkeys(("parameters", "steps", unit, "lr"), "number") | {"teacher copy": "text"}
     rows = []
     for plan in plans:
@@ -102,13 +82,13 @@ def recipe_table(plans: list[dict[str, Any]]) -> None:
                 size(plan["teacher_copy_bytes"]) if plan["teacher_copy_bytes"] else "none",
             )
         )
-    console().print(table(columns, rows, "stages"))
+    tables.console().print(tables.table(columns, rows, "stages"))
 
 
 def report_table(report: dict[str, Any]) -> None:
     """Held-out perplexity along the run, of images accuracy before it, of maps what `evaluation_figures` has, and how
     close each layer came."""
-    out = console()
+    out = tables.console()
     unit = report.get("unit") or "tokens"
     rows: list[dict[str, str]] = []
     if report["teacher_ppl"] is not None:
@@ -118,18 +98,18 @@ def report_table(report: dict[str, Any]) -> None:
     rows += [evaluation_cells(row, unit) for row in report["stages"]]
     if rows:
         columns = {name: "number" if name else "text" for name in rows[0]}
-        out.print(table(columns, [tuple(row.values()) for row in rows], f"held-out {[*rows[0]][2]}"))
-    if unit == "tokens" and report["stages"] and (note := note_below(report["stages"][-1].get("ppl_ratio"))):
+        out.print(tables.table(columns, [tuple(row.values()) for row in rows], f"held-out {[*rows[0]][2]}"))
+    if unit == "tokens" and report["stages"] and (note := tables.note_below(report["stages"][-1].get("ppl_ratio"))):
         out.print(note)
-    positions_table(report.get("positions"))
+    tables.positions_table(report.get("positions"))
     if report["layers"]:
         columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")
         layers = [(str(row["layer"]), f"{row['relative_mse']:.4f}", f"{row['cosine']:.4f}") for row in report["layers"]]
-        out.print(table(columns, layers, "attention output against the teacher's, per layer"))
+        out.print(tables.table(columns, layers, "attention output against the teacher's, per layer"))
 
 
 def evaluation_cells(row: dict[str, Any], unit: str) -> dict[str, str]:
     """A row of a report in cells, by their headings."""
-    named = row_name(row["name"], row.get("calibrated"))
+    named = tables.row_name(row["name"], row.get("calibrated"))
     trained = f"{row['tokens']:,}" if "tokens" in row else ""
-    return {"": named, f"training {unit}": trained} | evaluation_figures(row, unit, ".3f")
+    return {"": named, f"training {unit}": trained} | tables.evaluation_figures(row, unit, ".3f")

@@ -13,12 +13,7 @@ if TYPE_CHECKING:
     from ..probe.inspection import Converted, Inspection
 
 
-def inspect(
-    model: Model,
-    trust_remote_code: Trust = False,
-    revision: Revision = None,
-    as_json: Json = False,
-) -> None:
+def inspect(model: Model, trust_remote_code: Trust = False, revision: Revision = None, as_json: Json = False) -> None:
     """Show a model's attention modules and the mechanisms that fit, or what a converted model has in their place."""
     with starting():
         from ..probe.inspection import Converted, inspect_model

@@ -31,13 +31,7 @@ def serve(
         from ..serve.start import server_command
 
     command = server_command(
-        model,
-        revision,
-        server=server,
-        host=host,
-        port=port,
-        trust_remote_code=trust_remote_code,
-        options=options or (),
+        model, revision, server=server, host=host, port=port, trust_remote_code=trust_remote_code, options=options or ()
     )
     say(f"starting {shlex.join(command)}")
     os.execv(command[0], command)  # signals then reach the server itself

@@ -20,8 +20,7 @@ def upgrade(
         Path | None, typer.Option("--output", "-o", help="Write the result here. Default: replace DIR.", parser=path)
     ] = None,
     trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run edited code in the folder, and replace it."),
+        bool, typer.Option("--trust-remote-code", help="Run edited code in the folder, and replace it.")
     ] = False,
     as_json: Json = False,
 ) -> None:

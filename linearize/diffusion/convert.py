@@ -16,8 +16,8 @@ from ..checkpoint.carried import check_file
 from ..checkpoint.source import Source, check_names, check_revision, find_shards, present, read_header, read_json
 from ..checkpoint.write import meta_pickle
 from ..convert import Say, check_disk, check_paths, check_secrets, disagree, own_code, stored_dtype
-from ..errors import IncompatibleError, LinearizeError, ResourceError
-from ..plan.plan import DIFFUSERS, Plan, some
+from ..errors import IncompatibleError, LinearizeError, ResourceError, some
+from ..plan.plan import DIFFUSERS, Plan
 from ..plan.request import Request
 from ..probe.found import Found, Other
 from ..probe.trace import quiet
@@ -206,6 +206,21 @@ def check_weights(part: Part) -> None:
         wrong += [f"{kind} {some(sorted(names))}"] if names else []
     if wrong:
         raise disagree(part.source.folder, wrong[0])
+
+
+def check_one(folder: str | Path, parts: list[str]) -> None:
+    """Refuse (exit 3) a pipeline of several transformers, each of which has noise levels of its own."""
+    if len(parts) != 1:
+        message = f"{folder} has {len(parts)} transformers that are linear, and one is trained at a time"
+        raise IncompatibleError(f"{message}: give the folder of one of them")
+
+
+def check_inputs(folder: str | Path, model: Any) -> None:
+    """Refuse (exit 3) a transformer that takes more than latents and prompts."""
+    extra = [key for key in ("image_dim", "added_kv_proj_dim", "guidance_embeds") if model.config.get(key)]
+    if extra:
+        message = f"{folder}: the transformer has {', '.join(extra)}, and takes more than latents and prompts"
+        raise IncompatibleError(f"{message}. Train it as docs/diffusers.md says")
 
 
 def probe_parts(parts: list[Part]) -> Found:

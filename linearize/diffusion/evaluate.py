@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from torch import Tensor
 from ..page.drawing import pillow
 from ..terminal.progress import Advance, progress, silent
 from ..train.loop import seed_for
-from .latents import Data, Noise, inputs_of
-from .recipe import DiffusionEval
+from .latents import inputs_of
+
+if TYPE_CHECKING:
+    from .train import Distiller
 
 Predict = Callable[[dict[str, Any]], Tensor]
 # Latents of one pass.
@@ -22,39 +24,30 @@ ROWS = 8
 SAMPLES = "a picture of samples"
 
 
-def latents_compared(data: Data, asked: DiffusionEval) -> int:
+def latents_compared(tuner: Distiller) -> int:
     """How many latents predictions are compared on."""
-    return min(asked.max_latents, len(data.latents))
+    return min(tuner.recipe.eval.max_latents, len(tuner.held.latents))
 
 
 @torch.no_grad()
-def compare_predictions(
-    model: Any,
-    student: Predict,
-    teacher: Predict,
-    data: Data,
-    noise: Noise,
-    asked: DiffusionEval,
-    seed: int,
-    advance: Advance = silent,
-) -> list[dict[str, float]]:
+def compare_predictions(tuner: Distiller, advance: Advance = silent) -> list[dict[str, float]]:
     """By noise level: `error`, |student - teacher| / |teacher| of predictions, and `cosine` of the two. `advance` is
     told of latents that are done, of `latents_compared` at each level."""
-    device, table = next(model.parameters()).device, []
-    count = latents_compared(data, asked)
-    for level in asked.levels:
+    device, table = tuner.accelerator.device, []
+    count = latents_compared(tuner)
+    for level in tuner.recipe.eval.levels:
         sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, count, ROWS):
             rows = list(range(start, min(start + ROWS, count)))
-            latents, prompts = data.batch(rows, device)
-            generator = torch.Generator().manual_seed(seed_for(seed, start))
-            noised, time = noise.at(
+            latents, prompts = tuner.held.batch(rows, device)
+            generator = torch.Generator().manual_seed(seed_for(tuner.recipe.seed, start))
+            noised, time = tuner.noise.at(
                 latents,
                 torch.randn(latents.shape, generator=generator).to(device),
                 torch.full((len(rows),), level, device=device),
             )
-            inputs = inputs_of(model, noised, time, prompts)
-            ours, theirs = student(inputs).double().cpu(), teacher(inputs).double().cpu()
+            inputs = inputs_of(tuner.model, noised, time, prompts)
+            ours, theirs = tuner.predict(inputs).double().cpu(), tuner.target(inputs).double().cpu()
             pairs = ((ours - theirs).square(), theirs.square(), ours.square(), ours * theirs)
             sums += torch.stack([one.sum() for one in pairs])
             advance(len(rows))
@@ -65,18 +58,18 @@ def compare_predictions(
 
 
 @torch.no_grad()
-def sample(model: Any, predict: Predict, data: Data, noise: Noise, asked: DiffusionEval, seed: int) -> Tensor:
+def sample(tuner: Distiller, predict: Predict) -> Tensor:
     """Latents [N,C,..] made of noise with the first prompts: Euler steps of flow matching, or DDIM."""
-    device = next(model.parameters()).device
-    rows = [row % len(data.latents) for row in range(asked.samples)]
-    latents, prompts = data.batch(rows, device)
-    x = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    device, noise, asked = tuner.accelerator.device, tuner.noise, tuner.recipe.eval
+    rows = [row % len(tuner.held.latents) for row in range(asked.samples)]
+    latents, prompts = tuner.held.batch(rows, device)
+    x = torch.randn(latents.shape, generator=torch.Generator().manual_seed(tuner.recipe.seed)).to(device)
     levels = torch.linspace(1.0, 0.0, asked.sampling_steps + 1, device=device)
     with progress("samples", asked.sampling_steps) as advance:
         for level, following in itertools.pairwise(levels):
             batch = level.repeat(len(x))
             _, time = noise.at(x, x, batch)
-            predicted = predict(inputs_of(model, x, time, prompts)).float()
+            predicted = predict(inputs_of(tuner.model, x, time, prompts)).float()
             predicted = predicted[:, : x.shape[1]]  # a learned variance follows
             advance(1)
             if noise.kind == "flow":
@@ -99,15 +92,16 @@ def setback(before: list[dict[str, float]], after: list[dict[str, float]]) -> st
     )
 
 
-def picture(rows: dict[str, Tensor], decode: Callable[[Tensor], Tensor] | None) -> bytes:
-    """A PNG with a row of samples for each entry, in its order; without a VAE of the first channels of latents.
+def picture(tuner: Distiller) -> bytes:
+    """A PNG with a row of the student's samples above its teacher's; without a VAE of the first channels of latents.
 
     Raises LinearizeError (exit 4) without pillow.
     """
-    Image = pillow(SAMPLES)
-    images = {name: (decode(x) if decode is not None else x).float().cpu() for name, x in rows.items()}
-    flat = {name: x if x.ndim == 4 else x[:, :, 0] for name, x in images.items()}  # of films the first frame
-    shown = [x[:, :3] if x.shape[1] >= 3 else x[:, :1].expand(-1, 3, -1, -1) for x in flat.values()]
+    Image, decode = pillow(SAMPLES), tuner.decode
+    images = [sample(tuner, predict) for predict in (tuner.predict, tuner.target)]
+    images = [(decode(x) if decode is not None else x).float().cpu() for x in images]
+    flat = [x if x.ndim == 4 else x[:, :, 0] for x in images]  # of films the first frame
+    shown = [x[:, :3] if x.shape[1] >= 3 else x[:, :1].expand(-1, 3, -1, -1) for x in flat]
     if decode is None:  # on one scale, or two rows could not be compared
         low, high = min(float(x.min()) for x in shown), max(float(x.max()) for x in shown)
         shown = [(x - low) / max(high - low, 1e-6) for x in shown]

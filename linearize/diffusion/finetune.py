@@ -1,6 +1,6 @@
-"""Finetune a diffusion transformer, the story on one screen: convert if asked, train, compare, save, verify.
+"""Finetune a diffusion transformer: the steps of ../finetune.py for a job of latents.
 
-Read `finetune` first; train.py has the stages, latents.py the data, evaluate.py what is compared.
+Read `train` first; train.py has the stages, latents.py the data, evaluate.py what is compared.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -28,145 +28,100 @@ from ..checkpoint.provenance import check_code_cache
 from ..checkpoint.shards import TORCH_DTYPES, combined_sha256, file_hashes, link_or_copy, read_tensor, write_shard
 from ..checkpoint.source import Entry, read_header, read_json
 from ..convert import check_disk
-from ..errors import CheckFailedError, IncompatibleError, reason_of, resource_error, undamaged
+from ..errors import CheckFailedError, IncompatibleError, reason_of, resource_error
 from ..hub.push import check_access, push_saved
 from ..job import start
-from ..job.checks import check_folders_separate, check_stage_name, check_stage_order
-from ..job.source import asked_of, named_by_keys
+from ..job.checks import check_stage_order
 from ..page.drawing import pillow
 from ..plan.plan import Plan
 from ..terminal.output import counted
-from ..terminal.progress import Advance, progress, silent
+from ..terminal.progress import progress
 from ..train.device import resolve_precision, takes_cpu
 from ..train.runs import Run
 from ..train.runtime import PATIENCE
 from ..verify.child.latents import load_parts, parts_of
 from . import convert as surgery
-from .evaluate import SAMPLES, compare_predictions, latents_compared, picture, sample, setback
-from .latents import Data, Noise, files_of, noise_of, read_data
+from .evaluate import SAMPLES, compare_predictions, latents_compared, picture, setback
+from .latents import Data, Decode, Noise, Opened, files_of, noise_of, read_data
+from .push import plan_push
 from .recipe import DiffusionRecipe
+from .train import Distiller
 from .verify import converted_parts, verify_folder
 
-Say = Callable[[str], None]
-Decode = Callable[[Tensor], Tensor]
-PICTURE, REPORT = "samples.png", "report.json"
+if TYPE_CHECKING:
+    from ..job.resolve import Job
+
+PICTURE = "samples.png"
 
 
-def finetune(
-    recipe: DiffusionRecipe, *, only: str | None = None, resume: str = "auto", say: Say = print
-) -> dict[str, Any]:
-    """Run a recipe of latents; returns the report: `output`, and `predictions` before and after by noise level.
-
-    `output` is None when `only` left later stages to do. Raises LinearizeError: 2 for the recipe, 3 for what does not
-    fit, 4 for resources, 6 for a loss that is not finite or a failed verification, 130 when interrupted (state saved).
-    """
-    run = run_of(recipe, only, resume)
-    folder, say = run.folder, run.noted(say)
-    if run.finished:
-        say(f"{run.final} is finished already; `--resume never` would start over")
-        with undamaged(folder / REPORT, f"Remove {run.final}, and the same command writes both again"):
-            return {**read_json(folder / REPORT), "output": str(run.final)}
+def train(job: Job) -> dict[str, Any]:
+    """Carry a job out: start or go on with its run, train, compare, save. Returns the report: `output`, and
+    `predictions` before and after by noise level."""
+    recipe, run, say = cast(DiffusionRecipe, job.recipe), start.run_of(job), job.say
     pillow(SAMPLES)
     accelerator = make_accelerator(recipe)
     main = accelerator.is_main_process
-    from .train import Distiller
-
+    if recipe.finish.push is not None and main:
+        check_access(recipe.finish.push)
     with contextlib.closing(run):
-        base, opened = open_base(recipe, run, accelerator, say)
-        model, noise, data, *_ = opened
-        tuner = Distiller(recipe, model, data, noise, accelerator)
-        before, done = compared(recipe, tuner, opened), tuner.restore(run)
+        with run.preparing(main), accelerator.main_process_first():
+            base, opened = open_base(job, main)
+        tuner = Distiller(recipe, opened, accelerator)
+        before, done = compare_predictions(tuner), tuner.restore(run)
         for number, stage in enumerate(recipe.stages):
             if number < done.stage + done.done:
                 continue
-            if only is not None and stage.name != only:  # a later one, for those before are done
+            if job.only is not None and stage.name != job.only:  # a later one, for those before are done
                 break
             say(f"{stage.name}: {stage.steps:,} steps of {tuner.latents_of(stage)} latents")
             tuner.run(number, run, done.step if number == done.stage else 0)
-        complete = only is None or only == recipe.stages[-1].name
-        report: dict[str, Any] = {"output": str(run.final) if complete else None, "noise": noise.kind}
-        report["latents"] = len(data.latents)
-        report["predictions"] = {"converted": before, "trained": compared(recipe, tuner, opened)}
+        complete = job.only is None or job.only == recipe.stages[-1].name
+        report: dict[str, Any] = {"output": str(run.final) if complete else None, "noise": opened.noise.kind}
+        report["latents"] = len(opened.data.latents)
+        report["predictions"] = {"converted": before, "trained": compare_predictions(tuner)}
         if complete and main:
             if message := setback(*report["predictions"].values()):
                 say(message)
-            png = drawn(recipe, tuner, opened)
-            write_result(folder / PICTURE, png)
+            png = picture(tuner)
+            write_result(run.folder / PICTURE, png)
             run.write_report(report)  # first, for a run with `final` counts as finished and has a report
             save(base, run.final, tuner.weights(), report, png, recipe.finish.verify)
             run.finish()
-            say(f"saved {run.final}; samples of student and teacher are in {folder / PICTURE}")
+            say(f"saved {run.final}; samples of student and teacher are in {run.folder / PICTURE}")
             if recipe.finish.push is not None:
-                from .push import plan_push
-
                 given = run.final, recipe.finish.push, recipe.model.trust_remote_code, say
                 report["pushed"] = push_saved(*given, plan_push)
         accelerator.wait_for_everyone()
     return report
 
 
-class Opened(NamedTuple):
-    """The converted transformer and its noise; latents of training, those that predictions are compared on, and what
-    makes images of latents."""
-
-    model: Any
-    noise: Noise
-    data: Data
-    held: Data
-    decode: Decode | None
+def open_base(job: Job, owner: bool) -> tuple[Path, Opened]:
+    """The folder that training starts from, converted where the recipe says so, and what is in it. The process that is
+    `owner` opens the run's folder and writes. All that can be refused is refused before."""
+    recipe, run = cast(DiffusionRecipe, job.recipe), start.run_of(job)
+    planned, folder, _ = job.base
+    opened = None if folder is None else opened_at(folder, recipe)
+    if owner:
+        if folder is None:
+            plan, source, parts = planned
+            check_disk(plan, source, run.converted)
+            data_of(recipe, parts[0].model, source.folder)
+        else:
+            kept_files(folder)
+        versions = start.versions() | {"diffusers": importlib.metadata.version("diffusers")}
+        for note in run.start(versions, data=data_hashes(recipe), base=folder):
+            job.say(note)
+        if folder is None:
+            surgery.convert(plan, source, parts, run.converted, level="keys", seed=recipe.seed, say=job.say)
+            run.note_base(run.converted)
+    folder = folder or run.converted
+    return folder, opened or opened_at(folder, recipe)
 
 
 def opened_at(base: Path, recipe: DiffusionRecipe) -> Opened:
     """What is in a converted folder, and the recipe's data for it."""
     model, noise = open_model(base, recipe)
     return Opened(model, noise, *data_of(recipe, model, base))
-
-
-def compared(recipe: DiffusionRecipe, tuner: Any, opened: Opened, advance: Advance = silent) -> list[dict[str, float]]:
-    """Errors of the student's predictions by noise level."""
-    given = opened.model, tuner.predict, tuner.target, opened.held, opened.noise, recipe.eval, recipe.seed
-    return compare_predictions(*given, advance)
-
-
-def drawn(recipe: DiffusionRecipe, tuner: Any, opened: Opened) -> bytes:
-    """A picture of samples, the student's above its teacher's."""
-    predicting = {"student": tuner.predict, "teacher": tuner.target}
-    given = opened.held, opened.noise, recipe.eval, recipe.seed
-    return picture({name: sample(opened.model, one, *given) for name, one in predicting.items()}, opened.decode)
-
-
-def open_base(recipe: DiffusionRecipe, run: Run, accelerator: Accelerator, say: Say) -> tuple[Path, Opened]:
-    """The folder that training starts from, converted where the recipe says so, and what is in it. All that can be
-    refused is refused before the run's folder is opened."""
-    planned, opened = None, None
-    base = run.converted if run.has_converted else Path(recipe.model.base).expanduser()
-    if recipe.convert is None or run.has_converted:
-        opened = opened_at(base, recipe)
-        kept_files(base)
-    else:
-        planned = plan(recipe)
-        check_disk(planned[0], planned[1], run.converted)
-        data_of(recipe, planned[2][0].model, base)
-    if recipe.finish.push is not None and accelerator.is_main_process:
-        check_access(recipe.finish.push)
-    accelerator.wait_for_everyone()
-    with run.preparing(accelerator.is_main_process):
-        if accelerator.is_main_process:
-            for note in run.start(versions(), data=data_hashes(recipe), base=base if opened else None):
-                say(note)
-            if planned is not None:
-                surgery.convert(*planned, run.converted, level="keys", seed=recipe.seed, say=say)
-                run.note_base(run.converted)
-        accelerator.wait_for_everyone()
-        if opened is None:
-            base = run.converted
-            opened = opened_at(base, recipe)
-    return base, opened
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a run on latents depends on."""
-    return start.versions() | {"diffusers": importlib.metadata.version("diffusers")}
 
 
 def data_hashes(recipe: DiffusionRecipe) -> dict[str, str]:
@@ -178,39 +133,39 @@ def data_hashes(recipe: DiffusionRecipe) -> dict[str, str]:
     return found
 
 
-def dry_run(recipe: DiffusionRecipe, say: Say, only: str | None = None, resume: str = "auto") -> dict[str, Any]:
-    """What a recipe, or the stage `only`, would do, with every check of the run, the base and its data; nothing is
-    written."""
-    run_of(recipe, only, resume)
-    if recipe.convert is not None:
-        planned, source, parts = plan(recipe)
-        data = data_of(recipe, parts[0].model, Path(source.folder))[0]
-        say(f"{planned.source}: {counted(len(planned.steps), 'layer')} become {planned.steps[0].mechanism}")
+def dry_run(job: Job, resume: str) -> dict[str, Any]:
+    """What a job's stages, or the one that is asked for, would do, with every check of the run, the base and its data;
+    nothing is written."""
+    recipe = cast(DiffusionRecipe, job.recipe)
+    check_stage_order(job.recipe, Run(job.recipe, resume), job.only)
+    resolve_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
+    planned, folder, _ = job.base
+    if folder is None:
+        plan, source, parts = planned
+        data = data_of(recipe, parts[0].model, source.folder)[0]
+        job.say(f"{plan.source}: {counted(len(plan.steps), 'layer')} become {plan.steps[0].mechanism}")
     else:
-        data = opened_at(Path(recipe.model.base).expanduser(), recipe).data
+        data = opened_at(folder, recipe).data
     stages = [
         {"stage": s.name, "kind": s.kind, "train": s.train, "steps": s.steps}
         for s in recipe.stages
-        if only in (None, s.name)
+        if job.only in (None, s.name)
     ]
     for one in stages:
-        say(", ".join(f"{key} {value}" for key, value in one.items()))
+        job.say(", ".join(f"{key} {value}" for key, value in one.items()))
     return {"stages": stages, "latents": len(data.latents)}
 
 
 def evaluate(recipe: DiffusionRecipe) -> tuple[dict[str, Any], bytes]:
     """A converted pipeline, `model.base`, beside its own teacher: errors by noise level, and a picture of samples."""
-    from .train import Distiller
-
     pillow(SAMPLES)
     accelerator = make_accelerator(recipe)
     base = Path(recipe.model.base).expanduser()
-    opened = opened_at(base, recipe)
-    tuner = Distiller(recipe, opened.model, opened.data, opened.noise, accelerator)
-    with progress("predictions", latents_compared(opened.held, recipe.eval) * len(recipe.eval.levels)) as advance:
-        table = compared(recipe, tuner, opened, advance)
-    found = {"student": str(base), "noise": opened.noise.kind, "predictions": {"student": table}}
-    return found, drawn(recipe, tuner, opened)
+    tuner = Distiller(recipe, opened_at(base, recipe), accelerator)
+    with progress("predictions", latents_compared(tuner) * len(recipe.eval.levels)) as advance:
+        table = compare_predictions(tuner, advance)
+    found = {"student": str(base), "noise": tuner.noise.kind, "predictions": {"student": table}}
+    return found, picture(tuner)
 
 
 def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
@@ -219,52 +174,6 @@ def make_accelerator(recipe: DiffusionRecipe) -> Accelerator:
     AcceleratorState._reset_state(True)  # another run in this process may have had another precision
     waits = InitProcessGroupKwargs(timeout=PATIENCE)
     return Accelerator(mixed_precision=precision, cpu=takes_cpu(recipe.runtime.device), kwargs_handlers=[waits])
-
-
-def run_of(recipe: DiffusionRecipe, only: str | None, resume: str) -> Run:
-    """The run of a recipe, with all that is known before anything is read. Raises LinearizeError (exit 2)."""
-    check_base(recipe)
-    resolve_precision(recipe.runtime.device, recipe.runtime.precision)  # raises for a device that is not there
-    asked: Any = recipe  # both kinds of recipes have what is read here
-    check_stage_name(asked, only)
-    run = Run(asked, resume)
-    if not run.finished:
-        check_stage_order(asked, run, only)
-    return run
-
-
-def check_base(recipe: DiffusionRecipe) -> None:
-    """Refuse a base that is no folder of diffusers (exit 3), and a run inside of it or around it (exit 2)."""
-    if not surgery.holds_diffusers(recipe.model.base):
-        message = f"model.base {recipe.model.base} is no folder of a pipeline or transformer of diffusers"
-        raise IncompatibleError(f"{message}, which latents are for")
-    check_folders_separate(recipe, {"model.base": recipe.model.base})
-
-
-def plan(recipe: DiffusionRecipe) -> tuple[Plan, Any, list[Any]]:
-    """The conversion that a recipe asks for. Raises LinearizeError with the exit code of the obstacle."""
-    asked = recipe.convert
-    assert asked is not None
-    with named_by_keys():
-        planned = surgery.plan_conversion(recipe.model.base, asked.mechanism, **asked_of(recipe, asked))
-    check_one(recipe.model.base, [part.name for part in planned[2]])
-    check_inputs(recipe.model.base, planned[2][0].model)
-    return planned
-
-
-def check_one(folder: str | Path, parts: list[str]) -> None:
-    """Refuse (exit 3) a pipeline of several transformers, each of which has noise levels of its own."""
-    if len(parts) != 1:
-        message = f"{folder} has {len(parts)} transformers that are linear, and one is trained at a time"
-        raise IncompatibleError(f"{message}: give the folder of one of them")
-
-
-def check_inputs(folder: str | Path, model: Any) -> None:
-    """Refuse (exit 3) a transformer that takes more than latents and prompts."""
-    extra = [key for key in ("image_dim", "added_kv_proj_dim", "guidance_embeds") if model.config.get(key)]
-    if extra:
-        message = f"{folder}: the transformer has {', '.join(extra)}, and takes more than latents and prompts"
-        raise IncompatibleError(f"{message}. Train it as docs/diffusers.md says")
 
 
 def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
@@ -277,7 +186,7 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
     diffusers = surgery.load_diffusers(base)
     diffusers.utils.logging.disable_progress_bar()
     parts = [*converted_parts(base, recipe.model.trust_remote_code)]
-    check_one(base, parts)
+    surgery.check_one(base, parts)
     try:
         model = load_parts(base)[parts[0]]
     except Exception as error:  # loaders of many components raise as they like
@@ -285,7 +194,7 @@ def open_model(base: Path, recipe: DiffusionRecipe) -> tuple[Any, Noise]:
             raise
         message = f"{base} cannot be loaded: {reason_of(error)}. Restore it, or convert its source again"
         raise IncompatibleError(message) from error
-    check_inputs(base, model)
+    surgery.check_inputs(base, model)
     return model, noise_of(recipe.noise, type(model).__name__, component(base, "scheduler", diffusers))
 
 

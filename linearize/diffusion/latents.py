@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import IncompatibleError, LinearizeError, absent, check_file
+from ..errors import IncompatibleError, LinearizeError, absent, check_file, some
 from ..page.drawing import pillow
-from ..plan.plan import some
 from .recipe import Latents
 
+Decode = Callable[[Tensor], Tensor]
 ARRAYS, IMAGES = (".safetensors", ".pt", ".npy"), (".png", ".jpg", ".jpeg", ".webp")
 # Names under which a file may hold its tensor, where it holds several.
 NAMES = ("latents", "latent", "prompt_embeds", "prompts", "labels")
@@ -202,6 +202,17 @@ class Noise(NamedTuple):
         time = (level * (self.steps - 1)).round().long()
         alpha = self.alphas.to(latents.device)[time].view(wide)
         return alpha.sqrt() * latents + (1 - alpha).sqrt() * noise, time
+
+
+class Opened(NamedTuple):
+    """The converted transformer and its noise; latents of training, those that predictions are compared on, and what
+    makes images of latents, None without a VAE."""
+
+    model: Any
+    noise: Noise
+    data: Data
+    held: Data
+    decode: Decode | None
 
 
 def noise_of(asked: str, kind: str, scheduler: Any) -> Noise:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.atomic import MANIFEST
 from ..checkpoint.source import read_json
@@ -12,15 +13,7 @@ from ..plan.plan import Plan
 from .verify import converted_parts, verify_folder
 
 
-def plan_push(
-    folder: Path,
-    repo: str,
-    *,
-    private: bool = False,
-    pr: bool = False,
-    message: str | None = None,
-    trust_remote_code: bool = False,
-) -> Upload:
+def plan_push(folder: Path, repo: str, *, trust_remote_code: bool = False, **how: Any) -> Upload:
     """As `plan_push` of ../hub/push.py. Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not
     convert, 6 for one that does not verify."""
     check_name(repo)
@@ -31,4 +24,4 @@ def plan_push(
     if failed:
         raise CheckFailedError(f"{folder} does not verify: {failed[0].name}: {failed[0].detail}")
     plan = Plan.from_json(read_json(folder / MANIFEST)["plan"])
-    return listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
+    return listed_upload(folder, plan, repo, **how)

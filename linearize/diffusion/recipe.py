@@ -120,6 +120,11 @@ class DiffusionRecipe(RunRecipe):
     finish: DiffusionFinish = DiffusionFinish()
     """What happens to the finished model."""
 
+    def shortened(self, steps: int) -> DiffusionRecipe:
+        """The recipe with so many steps at most in each stage."""
+        stages = tuple(one.model_copy(update={"steps": min(steps, one.steps)}) for one in self.stages)
+        return self.model_copy(update={"stages": stages})
+
 
 def holds_latents(recipe: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Whether a recipe trains on latents, and so a model of diffusers."""

@@ -25,7 +25,7 @@ from ..terminal.signals import END, caught, end_or_stop
 from ..train.loop import seed_for
 from ..train.runs import OPTIMIZER, WEIGHTS, Position, Run, read_position, reading
 from ..train.runtime import make_optimizer, make_schedule
-from .latents import Data, Noise, inputs_of
+from .latents import Opened, inputs_of
 from .recipe import DiffusionRecipe, DiffusionStage
 
 
@@ -39,10 +39,11 @@ def relative(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 class Distiller:
-    """A model, its teacher, data and noise; `say` gets lines for a person."""
+    """A model, its teacher, data and noise."""
 
-    def __init__(self, recipe: DiffusionRecipe, model: Any, data: Data, noise: Noise, accelerator: Accelerator) -> None:
-        self.recipe, self.data, self.noise, self.accelerator = recipe, data, noise, accelerator
+    def __init__(self, recipe: DiffusionRecipe, opened: Opened, accelerator: Accelerator) -> None:
+        self.recipe, self.accelerator = recipe, accelerator
+        model, self.noise, self.data, self.held, self.decode = opened
         self.interrupted = False  # by a signal, in this process
         self.model = model.to(accelerator.device).eval().requires_grad_(False)
         everything = any(stage.train == "all" for stage in recipe.stages)

@@ -22,8 +22,8 @@ from ..checkpoint.known_code import known_files, sha256_of
 from ..checkpoint.provenance import Origin, layer_differences, refuse_code
 from ..checkpoint.source import hub_kernel, read_header, read_json, unreadable
 from ..checkpoint.write import MANIFEST, no_hashes
-from ..errors import CheckFailedError, IncompatibleError
-from ..plan.plan import Plan, some
+from ..errors import CheckFailedError, IncompatibleError, some
+from ..plan.plan import Plan
 from ..probe.trace import quiet
 from ..verify import checks
 from ..verify.checks import Check

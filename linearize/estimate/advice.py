@@ -137,10 +137,11 @@ KEPT = 1 << 13
 SMALLER = "So optimizer.memory is small: moments in 8 bits, source weights and their gradients in the model's dtype"
 
 
-def is_open(recipe: Recipe) -> bool:
-    """Whether a recipe leaves something to the device."""
-    return "auto" in (recipe.runtime.batch, recipe.runtime.gradient_checkpointing) or any(
-        stage.optimizer.memory == "auto" for stage in recipe.stages
+def is_open(recipe: Any) -> bool:
+    """Whether a recipe leaves something to the device; one of latents never does."""
+    return isinstance(recipe, Recipe) and (
+        "auto" in (recipe.runtime.batch, recipe.runtime.gradient_checkpointing)
+        or any(stage.optimizer.memory == "auto" for stage in recipe.stages)
     )
 
 

@@ -13,18 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layers import (
-    common_obstacles,
-    each_layer,
-    ends_of,
-    head_dim,
-    layer_obstacles,
-    linear_layers,
-    repeated,
-    rope_of,
-    taps_of,
-    tokens_of,
-)
+from . import layers
 
 SOURCES = ("llama", "mistral", "qwen2")
 PRECISE = ("A_log", "dt_bias", "mamba.D", "norm.weight", "layernorm.weight")
@@ -34,11 +23,11 @@ ASK = "--to mamba2"
 def obstacles(config: Any) -> list[str]:
     """Why a converted model is not exact in this format."""
     text = config.get_text_config()
-    found = layer_obstacles(config, "mamba2", {"eps": text.rms_norm_eps}, f"{ASK} --set eps={text.rms_norm_eps}")
-    found += common_obstacles(text)
+    found = layers.layer_obstacles(config, "mamba2", {"eps": text.rms_norm_eps}, f"{ASK} --set eps={text.rms_norm_eps}")
+    found += layers.common_obstacles(text)
     if getattr(text, "mlp_bias", False):
         found.append("biases of the MLP (mlp_bias)")
-    D, H = head_dim(text), text.num_attention_heads
+    D, H = layers.head_dim(text), text.num_attention_heads
     if text.hidden_size != H * D:
         size = text.hidden_size
         found.append(f"{H} heads of {D} beside a hidden size of {size}: the format divides that by the heads")
@@ -53,10 +42,10 @@ def biased(text: Any) -> bool:
 def config_of(config: Any) -> dict[str, Any]:
     """config.json. `rope_theta` stands twice, since some engines read it alone. Time steps have no limit; JSON has no
     infinity that all engines read, so the upper one is a large number."""
-    text, linear = config.get_text_config(), linear_layers(config)
-    site, rope = next(iter(linear.values()))["site"], rope_of(text)
+    text, linear = config.get_text_config(), layers.linear_layers(config)
+    site, rope = next(iter(linear.values()))["site"], layers.rope_of(text)
     return {
-        **tokens_of(text),
+        **layers.tokens_of(text),
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "model_type": "granitemoehybrid",
         "hidden_act": "silu",
@@ -96,8 +85,8 @@ def bias(own: dict[str, Tensor], part: str) -> Tensor:
 def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the converted model in fp32 under the format's names."""
     text = config.get_text_config()
-    H, Hkv, out = text.num_attention_heads, text.num_key_value_heads, ends_of(text, weights)
-    for here, own, mixer, plan in each_layer(config, weights):
+    H, Hkv, out = text.num_attention_heads, text.num_key_value_heads, layers.ends_of(text, weights)
+    for here, own, mixer, plan in layers.each_layer(config, weights):
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{here}{name}.weight"] = own[f"{name}.weight"]
         both = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
@@ -110,17 +99,18 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
                 out |= {f"{here}self_attn.{x}_proj.bias": bias(own, x) for x in "qkvo"}
             continue
         roles = ("value", "key", "query")
-        biases = [repeated(mixer[f"{role}_bias"].flatten(), H, mixer[f"{role}_bias"].shape[0]) for role in roles]
-        parts = [mixer["output_gate.weight"], repeated(v, H, Hkv), repeated(k, H, Hkv), q, mixer["step.weight"]]
+        biases = [layers.repeated(mixer[f"{role}_bias"].flatten(), H, mixer[f"{role}_bias"].shape[0]) for role in roles]
+        wide = (layers.repeated(x, H, Hkv) for x in (v, k))
+        parts = [mixer["output_gate.weight"], *wide, q, mixer["step.weight"]]
         there = f"{here}mamba."
         if biased(text):  # the format has one in all of a layer's projections, or in none
             none = torch.zeros(len(mixer["output_gate.weight"])), torch.zeros(H)
-            qkv = bias(own, "q"), *(repeated(bias(own, x), H, Hkv) for x in "kv")
+            qkv = bias(own, "q"), *(layers.repeated(bias(own, x), H, Hkv) for x in "kv")
             out[f"{there}in_proj.bias"] = torch.cat([none[0], qkv[2], qkv[1], qkv[0], none[1]])
             out[f"{there}out_proj.bias"] = bias(own, "o")
         out |= {
             f"{there}in_proj.weight": torch.cat(parts),
-            f"{there}conv1d.weight": taps_of(mixer, roles, H),
+            f"{there}conv1d.weight": layers.taps_of(mixer, roles, H),
             f"{there}conv1d.bias": torch.cat(biases),
             f"{there}dt_bias": mixer["step.bias"],
             f"{there}A_log": mixer["A_log"],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.atomic import output_folder
-from ..errors import Exit, LinearizeError, did_you_mean
+from ..errors import Exit, LinearizeError, check_choice
 from ..train.save import load_converted
 from ..verify.tolerances import NATIVE
 from . import granitemoehybrid, qwen3_5, to_gguf
@@ -71,8 +71,7 @@ def export_native(
     not hold, naming what is not exact, 4 for disk, memory and packages, 5 for the Hub, 6 if the
     logits differ.
     """
-    if form not in CHOICES:
-        raise LinearizeError(f"--as {form}: choose {', '.join(CHOICES)}.{did_you_mean(form, CHOICES)}")
+    check_choice("--as", form, CHOICES)
     folder, plan, config, carried = open_converted(model, output, revision, trust_remote_code)
     chosen = choose("auto" if form in to_gguf.FORMS else form, config, model)
     written = chosen.config(config)

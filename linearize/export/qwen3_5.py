@@ -17,18 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layers import (
-    common_obstacles,
-    each_layer,
-    ends_of,
-    head_dim,
-    layer_obstacles,
-    linear_layers,
-    repeated,
-    rope_of,
-    taps_of,
-    tokens_of,
-)
+from . import layers
 
 SOURCES = ("qwen3",)
 PRECISE = ("A_log", "dt_bias", "norm.weight", "layernorm.weight")
@@ -38,7 +27,7 @@ ASK = "--to gdn --set native=true"
 def obstacles(config: Any) -> list[str]:
     """Why a converted model is not exact in this format."""
     text = config.get_text_config()
-    found = layer_obstacles(config, "gdn", {"native": True}, ASK) + common_obstacles(text)
+    found = layers.layer_obstacles(config, "gdn", {"native": True}, ASK) + layers.common_obstacles(text)
     if getattr(text, "attention_bias", False):
         found.append("biases of q, k and v (attention_bias): vLLM and SGLang do not read them")
     if text.rms_norm_eps != 1e-6:
@@ -48,7 +37,7 @@ def obstacles(config: Any) -> list[str]:
 
 def interval(config: Any) -> int | None:
     """N where layers N-1, 2N-1, .. and no others keep softmax; None for other placements."""
-    count, linear = config.get_text_config().num_hidden_layers, linear_layers(config)
+    count, linear = config.get_text_config().num_hidden_layers, layers.linear_layers(config)
     kept = [n for n in range(count) if n not in linear]
     fits = [N for N in range(2, count + 1) if kept == list(range(N - 1, count, N))]
     return fits[0] if fits else None
@@ -64,12 +53,12 @@ def config_of(config: Any) -> dict[str, Any]:
     """config.json: a text model alone, in the form of the whole family, which MLX asks for; transformers and vLLM read
     `text_config`. Sections of the rotary embedding have to be named, or theirs are for a head dim of 256 * 1/4; and the
     partial factor stands twice, since SGLang reads it beside the other parameters, where its own is 1/4."""
-    text, linear = config.get_text_config(), linear_layers(config)
-    D, heads, every = head_dim(text), text.num_attention_heads, interval(config)
+    text, linear = config.get_text_config(), layers.linear_layers(config)
+    D, heads, every = layers.head_dim(text), text.num_attention_heads, interval(config)
     site = next(iter(linear.values()))["site"]
     turned = {"partial_rotary_factor": 1.0, "mrope_section": sections_of(D // 2), "mrope_interleaved": True}
     part = {
-        **tokens_of(text),
+        **layers.tokens_of(text),
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
         "hidden_act": "silu",
@@ -82,7 +71,7 @@ def config_of(config: Any) -> dict[str, Any]:
         "linear_num_key_heads": heads,
         "linear_num_value_heads": heads,
         "layer_types": ["linear_attention" if n in linear else "full_attention" for n in range(text.num_hidden_layers)],
-        "rope_parameters": {**rope_of(text), **turned},
+        "rope_parameters": {**layers.rope_of(text), **turned},
         "partial_rotary_factor": 1.0,
         "mamba_ssm_dtype": "float32",
         "dtype": str(text.dtype).removeprefix("torch."),
@@ -97,9 +86,9 @@ def config_of(config: Any) -> dict[str, Any]:
 def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the converted model in fp32 under the format's names."""
     text = config.get_text_config()
-    H, Hkv, out = text.num_attention_heads, text.num_key_value_heads, ends_of(text, weights)
+    H, Hkv, out = text.num_attention_heads, text.num_key_value_heads, layers.ends_of(text, weights)
     out["model.norm.weight"] = out["model.norm.weight"] - 1.0
-    for here, own, mixer, plan in each_layer(config, weights):
+    for here, own, mixer, plan in layers.each_layer(config, weights):
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{here}{name}.weight"] = own[f"{name}.weight"] - 1.0
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -118,8 +107,8 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         there = f"{here}linear_attn."
         out |= {
-            f"{there}in_proj_qkv.weight": torch.cat([q, repeated(k, H, Hkv), repeated(v, H, Hkv)]),
-            f"{there}conv1d.weight": taps_of(mixer, ("query", "key", "value"), H),
+            f"{there}in_proj_qkv.weight": torch.cat([q, layers.repeated(k, H, Hkv), layers.repeated(v, H, Hkv)]),
+            f"{there}conv1d.weight": layers.taps_of(mixer, ("query", "key", "value"), H),
             f"{there}in_proj_z.weight": mixer["output_gate.weight"],
             f"{there}in_proj_b.weight": mixer["strength.weight"],
             f"{there}in_proj_a.weight": mixer["decay.weight"],

@@ -16,12 +16,11 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from ..checkpoint.atomic import check_output, output_folder
+from ..checkpoint.atomic import check_output, output_folder, separate
 from ..checkpoint.carried import carried_files, check_carried, is_read
 from ..checkpoint.manifest import is_linearized, plan_of_resaved
 from ..checkpoint.provenance import behind, check_code, open_config
 from ..checkpoint.source import open_source
-from ..convert import separate
 from ..errors import Exit, LinearizeError, os_error, quoted, reason_of
 from ..plan.plan import Plan
 from ..probe.trace import quiet

@@ -11,10 +11,7 @@ from .errors import hub_errors, unreached
 
 
 def download(
-    model: str,
-    revision: str | None,
-    names: Iterable[str],
-    weights: Callable[[Path], list[list[str]]] | None = None,
+    model: str, revision: str | None, names: Iterable[str], weights: Callable[[Path], list[list[str]]] | None = None
 ) -> tuple[Path, str]:
     """The snapshot of a Hub repository in the cache, and its commit: files that match `names`, and weights.
 

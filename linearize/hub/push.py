@@ -61,16 +61,8 @@ class Upload:
         return dataclasses.replace(self, card=card, files=self.files | {"README.md": len(card.encode())})
 
 
-def plan_push(
-    folder: Path,
-    repo: str,
-    *,
-    private: bool = False,
-    pr: bool = False,
-    message: str | None = None,
-    trust_remote_code: bool = False,
-) -> Upload:
-    """Check a folder and decide what of it is uploaded; asks nothing of the Hub.
+def plan_push(folder: Path, repo: str, *, trust_remote_code: bool = False, **how: Any) -> Upload:
+    """Check a folder and decide what of it is uploaded, as `how` asks `listed_upload`; asks nothing of the Hub.
 
     Raises LinearizeError: 2 for the name, 3 for a folder that linearize did not write and for a link to a file
     elsewhere, 6 for one that does not verify, whose card cannot be shown, or that holds an access token.
@@ -84,13 +76,15 @@ def plan_push(
         plan = read_plan(folder)
         check_complete(folder, code=Exit.CHECK_FAILED)
         check_code(folder, trust_remote_code)
-        upload = listed_upload(folder, plan, repo, private=private, pr=pr, message=message)
+        upload = listed_upload(folder, plan, repo, **how)
         advance(LISTED)
         check_keys(folder, advance)
     return upload
 
 
-def listed_upload(folder: Path, plan: Plan, repo: str, *, private: bool, pr: bool, message: str | None) -> Upload:
+def listed_upload(
+    folder: Path, plan: Plan, repo: str, *, private: bool = False, pr: bool = False, message: str | None = None
+) -> Upload:
     """The upload of the files that a folder's linearize.json lists.
 
     Raises LinearizeError: 3 when it lists none, for a link to a file elsewhere and for weights that are none, 6 for a

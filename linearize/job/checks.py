@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..convert import separate
+from ..checkpoint.atomic import separate
 from ..data.augment import augmentation
 from ..data.batches import check_there, source_hash
 from ..data.documents import TextSource, check_rows, no_datasets

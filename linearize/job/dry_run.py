@@ -11,6 +11,8 @@ from ..checkpoint.manifest import plan_in
 from ..checkpoint.provenance import trained_before
 from ..convert import slower
 from ..data.documents import check_first_rows
+from ..diffusion.finetune import dry_run as latents_dry_run
+from ..diffusion.recipe import DiffusionRecipe
 from ..errors import LinearizeError
 from ..estimate.advice import advise
 from ..estimate.break_even import speeds
@@ -33,7 +35,7 @@ from .source import base_path
 
 
 def dry_run(
-    recipe: Recipe,
+    recipe: Recipe | DiffusionRecipe,
     say: Say,
     max_steps: int | None = None,
     only: str | None = None,
@@ -54,6 +56,8 @@ def dry_run(
     if measure and gpu is not None:
         raise LinearizeError("--measure runs on the device that is here: leave out --gpu")
     with resolve(recipe, only=only, max_steps=max_steps, gpu=gpu, say=say) as job:
+        if not isinstance(recipe, Recipe):
+            return latents_dry_run(job, resume or "never")
         if resume is not None and (note := note_of_run(recipe, resume, only, max_steps)):
             say(note)
         device = job.device

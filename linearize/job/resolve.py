@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..checkpoint.source import Source
 from ..errors import IncompatibleError, LinearizeError, reason_of, resource_error, undamaged
 from ..estimate.advice import as_before, choose, is_open, without_auto
 from ..estimate.estimate import Cost, estimate
@@ -31,29 +30,23 @@ from ..train.save import meta_model
 from ..train.teacher import Named, find_teacher, meta_teacher
 from ..verify.reload import stop_children
 from .checks import check_folders_separate, check_stage_name
-from .source import base_path, converted_base, open_source_of, plan_base
+from .source import Base, base_of_latents, base_path, converted_base, open_source_of, plan_base
 
 # A parameter takes at most so much: float32 weight, gradient and two moments, and the teacher's copy. A model whose
 # parameters take less than this share of the memory is not rehearsed before it trains.
 BYTES_AT_MOST, SMALL = 20, 0.02
 
 
-class Base(NamedTuple):
-    """What a job starts from: a conversion that is `planned`, as `plan_conversion` returns it, or a `folder`. `source`
-    is where the folder of a model that was converted before comes from."""
-
-    planned: Any
-    folder: Path | None
-    source: Source | None = None
-
-
 class Job:
     """A recipe and all that belongs to it. `run` is its folder on disk; None for what is only estimated. `gpu` names
-    another card than that of this machine."""
+    another card than that of this machine. Of a job of latents only the recipe, what was asked with it, the run and the
+    base are read (diffusion/finetune.py)."""
+
+    recipe: Recipe
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: Any,
         held: contextlib.ExitStack,
         *,
         run: Run | None = None,
@@ -92,6 +85,8 @@ class Job:
         """What it starts from, of configs alone. Of the Hub it is the commit that the run began with, whatever the
         branch has become."""
         recipe, run = self.recipe, self.run
+        if not isinstance(recipe, Recipe):
+            return base_of_latents(recipe, run)
         if recipe.convert is None and not recipe.plain:
             local = os.path.isdir(os.path.expanduser(base_path(recipe)))
             commit = None if run is None or run.resume == "never" else run.commit()
@@ -187,7 +182,7 @@ class Job:
 
 @contextlib.contextmanager
 def resolve(
-    recipe: Recipe,
+    recipe: Any,
     *,
     resume: str | None = None,
     only: str | None = None,
@@ -195,14 +190,17 @@ def resolve(
     gpu: str | None = None,
     say: Say = print,
 ) -> Iterator[Job]:
-    """The Job of a recipe; a random model's config is on the disk while this is open. With `resume`, as `finetune`
-    takes it, it goes on with the run in its folder, as that began. Of several processes the first one speaks.
+    """The Job of a recipe, which may be one of latents; a random model's config is on the disk while this is open. With
+    `resume`, as `finetune` takes it, it goes on with the run in its folder, as that began. Of several processes the
+    first one speaks.
 
     Raises LinearizeError (exit 2) for a stage that there is none of, folders that overlap, and as `Run` does.
     """
     check_stage_name(recipe, only)
     read = {} if isinstance(recipe.model.base, Scratch) else {"model.base": base_path(recipe)}
-    check_folders_separate(recipe, read | ({} if recipe.teacher is None else {"teacher.model": recipe.teacher.model}))
+    if teacher := getattr(recipe, "teacher", None):
+        read["teacher.model"] = teacher.model
+    check_folders_separate(recipe, read)
     run = None
     if resume is not None:
         recipe = as_resumed(recipe, resume)

@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -20,7 +20,9 @@ from ..choose.choose import Scoring, choosers
 from ..convert import load_config, plan_conversion
 from ..data.batches import image_processor
 from ..demo import named_base
-from ..errors import Exit, LinearizeError, did_you_mean, existing_folder, reason_of
+from ..diffusion import convert as latents
+from ..diffusion.recipe import DiffusionRecipe
+from ..errors import Exit, IncompatibleError, LinearizeError, did_you_mean, existing_folder, reason_of
 from ..measure.generate import load_tokenizer
 from ..probe.probe import model_class_of
 from ..probe.trace import quiet
@@ -28,6 +30,7 @@ from ..recipe.data import TeacherSource, holds_images, parts_of
 from ..recipe.models import Convert, Scratch
 from ..recipe.recipe import Recipe
 from ..train.device import on_cpu
+from ..train.runs import Run
 from ..train.runtime import Say, to_source
 
 # Option of `linearize convert` -> the key in a recipe's `convert`.
@@ -36,6 +39,15 @@ KEYS |= {"kept-window": "kept_window", "allow-drop": "allow_drop", "score-by": "
 # With the blank before a value, which is no word of a sentence.
 OPTION = re.compile(rf"--({'|'.join(KEYS)})\b( (?!(?:is|and|or|names)\b))?")
 CONSENT = re.compile(r"--allow-drop \w+(?: --allow-drop \w+)*")
+
+
+class Base(NamedTuple):
+    """What a job starts from: a conversion that is `planned`, as `plan_conversion` returns it, or a `folder`. `source`
+    is where the folder of a model that was converted before comes from."""
+
+    planned: Any
+    folder: Path | None
+    source: Source | None = None
 
 
 def base_path(recipe: Recipe) -> str:
@@ -79,6 +91,23 @@ def plan_base(recipe: Recipe, base: str | None = None, *, weights: bool = True, 
     with named_by_keys():
         asked = asked_of(recipe, how)
         return plan_conversion(base or base_path(recipe), how.mechanism, weights=weights, **scored, **asked)
+
+
+def base_of_latents(recipe: DiffusionRecipe, run: Run | None) -> Base:
+    """What a job of latents starts from. Raises LinearizeError: 3 for no folder of diffusers, and as planning."""
+    base, asked = recipe.model.base, recipe.convert
+    if not latents.holds_diffusers(base):
+        message = f"model.base {base} is no folder of a pipeline or transformer of diffusers"
+        raise IncompatibleError(f"{message}, which latents are for")
+    if asked is None:
+        return Base(None, Path(base).expanduser())
+    if run is not None and run.has_converted:
+        return Base(None, run.converted)
+    with named_by_keys():
+        planned = latents.plan_conversion(base, asked.mechanism, **asked_of(recipe, asked))
+    latents.check_one(base, [part.name for part in planned[2]])
+    latents.check_inputs(base, planned[2][0].model)
+    return Base(planned, None)
 
 
 @contextlib.contextmanager

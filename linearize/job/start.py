@@ -26,8 +26,8 @@ from ..train.session import own_texts
 from ..verify.reload import verify
 from .checks import check_before_start, check_fit_here, check_packages, check_text, data_hashes
 from .notes import say_rounding
-from .resolve import Base, say_nothing
-from .source import converted_base, open_source_of, plan_base
+from .resolve import say_nothing
+from .source import Base, converted_base, open_source_of, plan_base
 
 if TYPE_CHECKING:
     from .resolve import Job

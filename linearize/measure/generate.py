@@ -24,12 +24,12 @@ from ..checkpoint.write import meta_pickle
 from ..convert import load_config
 from ..data.chat import end_tokens, prompt_ids
 from ..data.packing import PROBE
-from ..errors import Exit, IncompatibleError, LinearizeError, did_you_mean, os_error, reason_of
+from ..errors import Exit, IncompatibleError, LinearizeError, check_choice, os_error, reason_of
 from ..probe.trace import quiet
+from ..terminal.arguments import DEVICES, DTYPES
 from ..train.save import load_converted, load_whole
 from ..verify.child.inputs import most_tokens, writes_text
 
-DTYPE_NAMES = ("keep", "float32", "bfloat16", "float16")
 PROMPT_END = 8  # tokens of a prompt behind which new ones are decoded
 LOWEST = 1e-6  # temperature; below, logits divided by it leave float32
 
@@ -100,9 +100,7 @@ def check_request(prompt: str, sampling: Sampling) -> None:
     except UnicodeEncodeError as error:
         raise LinearizeError(f"the prompt is not valid UTF-8 at character {error.start + 1}; give text") from error
     if sampling.temperature != 0 and not LOWEST <= sampling.temperature < math.inf:
-        raise LinearizeError(
-            f"--temperature {sampling.temperature:g}: give 0 for the likeliest token, or >= {LOWEST:g}"
-        )
+        raise LinearizeError(f"--temperature {sampling.temperature:g}: give 0, the likeliest token, or >= {LOWEST:g}")
     if sampling.temperature == 0 and sampling.top_p != 1:
         message = f"--top-p {sampling.top_p:g} is for sampling, and --temperature 0 takes the likeliest token"
         raise LinearizeError(f"{message}. Add --temperature 1, or leave out --top-p")
@@ -133,7 +131,8 @@ def load_any(
     model: str, revision: str | None, *, device: str, dtype: str, teacher: bool, trust_remote_code: bool
 ) -> Opened:
     """`load` for models of any kind, without a tokenizer."""
-    where, kind = _device(device), _dtype(dtype)
+    where = _device(device)
+    kind = "auto" if check_choice("--dtype", dtype, DTYPES) == "keep" else getattr(torch, dtype)
     source = open_source(model, revision)
     linearized = is_linearized(source.folder)
     if teacher and not linearized:
@@ -161,19 +160,11 @@ def with_tokenizer(opened: Opened, name: str, teacher: bool, trust_remote_code: 
 
 
 def _device(name: str) -> str:
-    choices = ("auto", "cpu", "cuda")
-    if name not in choices:
-        raise LinearizeError(f"--device {name}: choose {', '.join(choices)}.{did_you_mean(name, choices)}")
+    check_choice("--device", name, DEVICES)
     if name == "cuda" and not torch.cuda.is_available():
         message = "--device cuda: torch sees no CUDA device. Choose cpu; linearize doctor shows torch"
         raise LinearizeError(message, Exit.RESOURCE)
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype(name: str) -> Any:
-    if name not in DTYPE_NAMES:
-        raise LinearizeError(f"--dtype {name}: choose {', '.join(DTYPE_NAMES)}.{did_you_mean(name, DTYPE_NAMES)}")
-    return "auto" if name == "keep" else getattr(torch, name)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:

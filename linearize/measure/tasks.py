@@ -116,7 +116,7 @@ def find_tasks(
     local = [one for one in parsed.values() if one]
     others = [name for name in named if not parsed[name]]
     with quiet_harness():
-        manager = index() if others else no_index()
+        manager = index(bool(others))
         found = list(dict.fromkeys(one for name in others for one in matching(name, manager)))
         asked = [*found, *(one.name for one in local)]
         twice = next((name for name in asked if asked.count(name) > 1), None)
@@ -142,18 +142,12 @@ def find_tasks(
 
 
 @functools.cache
-def index() -> Any:
-    """The harness's own tasks, by name: reading their files takes seconds."""
+def index(own: bool) -> Any:
+    """What loads tasks: with the harness's `own`, by name, reading whose files takes seconds, or such as have all with
+    them."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager()
-
-
-def no_index() -> Any:
-    """For tasks that have all with them."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_defaults=False)
+    return TaskManager(include_defaults=own)
 
 
 def check_harness() -> None:

@@ -168,12 +168,7 @@ def lines(title: str, series: Sequence[Series], x: Axis, y: Axis, height: float 
 
 
 def frame(
-    title: str,
-    x: Axis,
-    y: Axis,
-    across: Callable[[float], float],
-    down: Callable[[float], float],
-    height: float,
+    title: str, x: Axis, y: Axis, across: Callable[[float], float], down: Callable[[float], float], height: float
 ) -> list[Shape]:
     """Title, grid, ticks and labels; both axes are `between` their ends."""
     shapes: list[Shape] = [Text(0, 14, title, "ink", 13)]

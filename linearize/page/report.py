@@ -17,21 +17,8 @@ import yaml
 from .. import __version__
 from ..plan.plan import Plan
 from ..recipe.recipe import portable
-from ..terminal.output import counted, duration, nats, percent, ranges, size
-from ..terminal.tables import (
-    alike,
-    asked_rows,
-    attention,
-    chosen_options,
-    empty_tasks,
-    empty_tasks_note,
-    evaluation_figures,
-    note_below,
-    position_rows,
-    row_name,
-    short,
-    written_dtypes,
-)
+from ..terminal import tables
+from ..terminal.output import counted, duration, nats, percent, ranges, short, size
 from ..train.runs import converted_from, is_evaluation
 from ..train.terms import TERMS
 from . import html
@@ -164,7 +151,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         read = found.get("read", found["tokens"])  # earlier versions did not say
         heading += f", {read:,} tokens of {', '.join(portable(found['text'].split(', ')))}"
         heading += f" in rows of {found['seq_len']:,}" if found.get("seq_len") else ""
-    heading += f", {written_dtypes(found['dtypes'])}" if "dtypes" in found else ""
+    heading += f", {tables.written_dtypes(found['dtypes'])}" if "dtypes" in found else ""
     theirs = [
         (times(found["student_ppl"], found["teacher_ppl"]), "perplexity over the teacher's"),
         (f"{found['student_ppl']:.4g}", f"perplexity (teacher {found['teacher_ppl']:.4g})"),
@@ -208,16 +195,16 @@ def _converted(run: RunRecord, drawn: Drawing | None) -> str:
     for step in plan.steps:
         heads = step.site.softmax_groups
         state = (size(step.state_bytes) if step.site.causal else "none") + (" and a cache" if heads else "")
-        what = attention(plan, step).replace("\n", " ")
+        what = tables.attention(plan, step).replace("\n", " ")
         what += f", softmax in KV heads {ranges([*heads])}" if heads else ""
-        cost = (f"{step.new_parameters:,}", state, chosen_options(step))
+        cost = (f"{step.new_parameters:,}", state, tables.chosen_options(step))
         rows.append((step.site.layer, (step.site.path, what, *cost)))
     for site in plan.kept:
         rows.append((site.layer, (site.path, "softmax (kept)", "", "cache" if site.causal else "none", "")))
     columns = {"layers": "text", "module": "text", "attention": "text", "new parameters": "number", "state": "number"}
     notes = "".join(html.paragraph(f"Dropped: {note}") for note in plan.notes)
     notes += "".join(html.paragraph(f"Stays as it is: {other}") for other in plan.others)
-    return html.table(columns | {"options": "text"}, alike(rows)) + notes
+    return html.table(columns | {"options": "text"}, tables.alike(rows)) + notes
 
 
 # ---------------------------------------------------------------- training
@@ -227,29 +214,22 @@ def draw_training(run: RunRecord) -> Drawing:
     """Held-out perplexity over all tokens, of images accuracy before it, then the loss of each stage, and the parts
     that a loss has."""
     drawings, x = [], Axis(f"training {run.unit}")
-    hits = run.curve("eval_accuracy") if run.unit == "images" else []
-    if hits:
-        rated = [Series("student", [(at, 100 * share) for at, share in hits], "blue", dots=True)]
-        if run.teacher_accuracy is not None:
-            level = [(at, 100 * run.teacher_accuracy) for at, _ in (hits[0], hits[-1])]
-            rated.append(Series("teacher", level, "soft", True))
-        drawings.append(lines("Held-out accuracy", rated, x, Axis("%")))
-    for key, title, factor, axis in (
-        ("eval_agreement", "Held-out parts with the teacher's class", 100, Axis("%")),
-        ("eval_error", "Held-out squared error relative to the teacher's own square", 1, Axis("")),
-    ):
-        points = [(at, factor * value) for at, value in run.curve(key)]
-        if points:
-            drawings.append(lines(title, [Series("student", points, "blue", dots=True)], x, axis))
     curve, distances = run.curve("eval_ppl"), run.curve("eval_kl")
-    if curve:
-        marked = [Series("student", curve, "blue", dots=True)]
-        if run.teacher_ppl:
-            marked.append(
-                Series("teacher", [(point[0], run.teacher_ppl) for point in (curve[0], curve[-1])], "soft", True)
-            )
-        wide = max(value for _, value in curve) > 5 * min(value for _, value in curve)
-        drawings.append(lines("Held-out perplexity", marked, x, Axis("perplexity", wide)))
+    values = [value for _, value in curve]
+    wide = bool(curve) and max(values) > 5 * min(values)
+    hits = run.curve("eval_accuracy") if run.unit == "images" else []
+    for found, title, factor, teacher, axis in (
+        (hits, "Held-out accuracy", 100, run.teacher_accuracy, Axis("%")),
+        (run.curve("eval_agreement"), "Held-out parts with the teacher's class", 100, None, Axis("%")),
+        (run.curve("eval_error"), "Held-out squared error relative to the teacher's own square", 1, None, Axis("")),
+        (curve, "Held-out perplexity", 1, run.teacher_ppl, Axis("perplexity", wide)),
+    ):
+        points = [(at, factor * value) for at, value in found]
+        marked = [Series("student", points, "blue", dots=True)]
+        if points and teacher is not None:
+            level = [(at, factor * teacher) for at, _ in (points[0], points[-1])]
+            marked.append(Series("teacher", level, "soft", True))
+        drawings += [lines(title, marked, x, axis)] if points else []
     if distances:
         series = [Series("student", distances, "blue", dots=True)]
         drawings.append(lines("Held-out KL from the teacher", series, x, Axis(divergence_unit(run)), height=210))
@@ -277,9 +257,9 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
         found = {what: entry.get(f"eval_{what}") for what in ("ppl", "accuracy", "kl", "agreement", "error")}
         if teacher and found["ppl"] is not None:
             found["ppl_ratio"] = found["ppl"] / teacher
-        figures = evaluation_figures(found, run.unit, ".4f")
+        figures = tables.evaluation_figures(found, run.unit, ".4f")
         names = [*figures]
-        named = row_name(name, entry.get("calibrated"))
+        named = tables.row_name(name, entry.get("calibrated"))
         rows.append((named, f"{begins.get(name, 0) + entry['tokens']:,}", *figures.values()))
     columns = {"": "text"} | dict.fromkeys((f"training {run.unit}", *names), "number")
     held = next((entry.get("eval_tokens") for entry in last.values()), None)
@@ -287,7 +267,7 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
     first = "Figures" if last and not run.curve("eval_ppl") else first
     words = f"{first} are over {held:,} held-out {run.unit}. " if held else ""
     words += "Faint lines are single steps, strong ones running means over 4 % of a stage."
-    if run.unit == "tokens" and (note := note_below(run.ratio())):
+    if run.unit == "tokens" and (note := tables.note_below(run.ratio())):
         words += f" {note[0].upper()}{note[1:]}."
     return html.paragraph(words) + _figure(drawn) + (html.table(columns, rows) if rows else "")
 
@@ -362,7 +342,7 @@ def _positions(run: RunRecord, drawn: Drawing | None) -> str:
     columns = {"position": "text"} | dict.fromkeys(("student", "teacher", "ratio", "KL"), "number")
     words = f"Training had rows of {trained:,} tokens; what lies further right was never seen. " if trained else ""
     words += f"Measured {origin}; KL is in nats a token."
-    return html.paragraph(words) + _figure(drawn) + html.table(columns, position_rows(blocks, ".4f"))
+    return html.paragraph(words) + _figure(drawn) + html.table(columns, tables.position_rows(blocks, ".4f"))
 
 
 def draw_needles(run: RunRecord) -> Drawing:
@@ -387,11 +367,11 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
         "A needle is a pair of words within ordinary text, asked for at the end. Lines are of texts of one length in "
         "tokens; 0 % is the beginning."
     )
-    if "needle" in empty_tasks(run.evaluation):
-        words += f" Note: {empty_tasks_note(run.evaluation)}."
+    if "needle" in tables.empty_tasks(run.evaluation):
+        words += f" Note: {tables.empty_tasks_note(run.evaluation)}."
     lists = "Recall asks for the second words of a list of pairs by the first. By linearize eval, student and teacher:"
     columns = {"": "text", "student": "number", "teacher": "number"}
-    asked = html.table(columns, asked_rows(run.evaluation or {}))
+    asked = html.table(columns, tables.asked_rows(run.evaluation or {}))
     return html.paragraph(words) + _figure(drawn) + html.paragraph(lists) + asked
 
 
@@ -515,11 +495,8 @@ def _cost(run: RunRecord, drawn: Drawing | None) -> str:
 def _recipe(run: RunRecord, drawn: Drawing | None) -> str:
     values = run.values if run.recipe is None else run.recipe.model_dump(mode="json", exclude_defaults=True)
     few = run.settings.get("max_steps")
-    words = (
-        f"`linearize finetune` with --max-steps {few}."
-        if few
-        else "What differs from the defaults; of absolute paths the last name."
-    )
+    words = f"`linearize finetune` with --max-steps {few}." if few else ""
+    words = words or "What differs from the defaults; of absolute paths the last name."
     return html.paragraph(words) + f"<pre>{html.text(yaml.safe_dump(portable(values), sort_keys=False))}</pre>"
 
 

@@ -32,32 +32,22 @@ class DroppedFeature:
     refused: bool = False
 
 
-SINKS = DroppedFeature("sinks", "the source has attention sinks, the linear layer does not")
 # By the keyword under which the softmax function receives it, or the name that the probe gave it.
-KNOWN = {
-    "sliding_window": DroppedFeature(
-        "sliding_window", "the source attends to a sliding window, the linear layer to all that it may see"
-    ),
-    "own_mask": DroppedFeature(
-        "own_mask", "the source hides tokens by a mask of its own, the linear layer sees all that it may"
-    ),
-    "indices": DroppedFeature(
-        "indices", "the source attends to the keys that it picks, the linear layer to all that it may see"
-    ),
-    "softcap": DroppedFeature("softcap", "the source caps attention scores, the linear layer does not"),
-    "s_aux": SINKS,
-    "sinks": SINKS,
-    "relu_features": DroppedFeature(
-        "relu_features", "the source is linear attention of relu(q) and relu(k), the linear layer has other features"
-    ),
-    "alibi": DroppedFeature(
-        "alibi", "the source knows distance by a bias on its scores, which the linear layer lacks", True
-    ),
-    "position_bias": DroppedFeature(
-        "position_bias", "the source adds a position bias to its scores, the linear layer does not", True
-    ),
-    "score_bias": DroppedFeature("score_bias", "the source adds a bias to its scores, the linear layer does not", True),
+NOTED = {
+    "sliding_window": "the source attends to a sliding window, the linear layer to all that it may see",
+    "own_mask": "the source hides tokens by a mask of its own, the linear layer sees all that it may",
+    "indices": "the source attends to the keys that it picks, the linear layer to all that it may see",
+    "softcap": "the source caps attention scores, the linear layer does not",
+    "sinks": "the source has attention sinks, the linear layer does not",
+    "relu_features": "the source is linear attention of relu(q) and relu(k), the linear layer has other features",
 }
+REFUSED = {
+    "alibi": "the source knows distance by a bias on its scores, which the linear layer lacks",
+    "position_bias": "the source adds a position bias to its scores, the linear layer does not",
+    "score_bias": "the source adds a bias to its scores, the linear layer does not",
+}
+KNOWN = {name: DroppedFeature(name, what, name in REFUSED) for name, what in (NOTED | REFUSED).items()}
+KNOWN["s_aux"] = KNOWN["sinks"]
 
 
 def dropped_features(sites: Iterable[AttentionSite]) -> dict[DroppedFeature, list[int]]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ..errors import IncompatibleError, LinearizeError, did_you_mean
+from ..errors import IncompatibleError, LinearizeError
 from ..terminal.output import layers_named, nats
 
 if TYPE_CHECKING:
@@ -173,18 +173,8 @@ def auto_count(asked: str, number: int, flag: str = "--keep-softmax", what: str 
     if float(found[1]) == 0:
         raise LinearizeError(f"{where} keeps no {what}. Leave {flag} out")
     if count >= number:
-        raise LinearizeError(
-            f"{where} keeps {count} of {number} {what}s and leaves no {what} to convert. Ask for fewer"
-        )
+        raise LinearizeError(f"{where} keeps {count} of {number} {what}s and leaves none to convert. Ask for fewer")
     return count
-
-
-def check_method(name: str) -> Method:
-    """The method of that name. Raises LinearizeError (exit 2) for another one."""
-    for method in METHODS:
-        if method == name:
-            return method
-    raise LinearizeError(f"--score-by {name}: choose {', '.join(METHODS)}.{did_you_mean(name, METHODS)}")
 
 
 # ---------------------------------------------------------------- heads

@@ -10,7 +10,7 @@ import torch
 from linearize_kernels.layers.rotary import resolve_rope
 from linearize_kernels.mixer import AttentionSite
 
-from ..errors import IncompatibleError, LinearizeError
+from ..errors import IncompatibleError, LinearizeError, some
 from ..probe.found import Found, Other
 from ..terminal.output import counted, layers_named, ranges
 from .dropped_features import dropped_features
@@ -346,11 +346,6 @@ def check_unused_options(found: Found, steps: tuple[Step, ...], given: dict[str,
         reasons = [options.get(option) for options in unused]
         if all(reasons):
             raise LinearizeError(f"{name}={value} has no effect in this model: {reasons[0]}. Leave it out")
-
-
-def some(names: list[str]) -> str:
-    """The first three of `names`, and whether there are more."""
-    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 def fitting(found: Found, mechanism: str, model: str) -> Found:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..checkpoint.source import DTYPES, Source
-from ..errors import LinearizeError
+from ..errors import LinearizeError, check_choice
 from ..probe.found import Found
 from ..terminal.output import say
 from .dropped_features import check_dropped_features
@@ -51,8 +51,7 @@ class Request:
     copy: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("keep", *DTYPES.values()):
-            raise LinearizeError(f"--dtype {self.dtype}: choose keep, {', '.join(DTYPES.values())}")
+        check_choice("--dtype", self.dtype, ("keep", *DTYPES.values()))
         try:
             window = self.window
         except ValueError as error:

@@ -233,7 +233,8 @@ def _record(
 ) -> tuple[Tensor, None]:
     """The recording attention function: notes the call and returns zeros of the right shape."""
     B, H, T, D = query.shape
-    run, shape, given = module._linearize_run, module._linearize_shape, _bound(module)
+    run, shape, (args, named) = module._linearize_run, module._linearize_shape, module._linearize_given
+    given = {**dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False)), **named}
     where, stated = run.follow.place(shape or (B, T), module, given), kwargs.get("is_causal")
     stated = getattr(module, "is_causal", None) if stated is None else stated
     decodes = run.follow.decodes(T)  # some decoders say no, and trust their mask
@@ -259,12 +260,6 @@ def _record(
         }
     )
     return query.new_zeros(B, T, H, value.shape[-1]), None
-
-
-def _bound(module: Any) -> dict[str, Any]:
-    """The arguments of a module's call by name."""
-    args, kwargs = module._linearize_given
-    return {**dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False)), **kwargs}
 
 
 def _extras(module: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:

@@ -228,8 +228,7 @@ def _source_tag(value: Any) -> str | None:
 
 Alone = OfText | Annotated[ImageSource, Tag("images")] | Annotated[ArraySource, Tag("arrays")]
 Source = Annotated[
-    Alone,
-    Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join([*SOURCES][:-2])}"),
+    Alone, Discriminator(_source_tag, "rule", f"must be a mapping with exactly one of {', '.join([*SOURCES][:-2])}")
 ]
 TrainSource = Annotated[
     Alone | Annotated[TeacherSource, Tag("teacher")] | Annotated[MixSource, Tag("mix")],

@@ -22,17 +22,7 @@ from pydantic import ValidationError
 from ..errors import LinearizeError, did_you_mean, leaves, redact
 from ..plan.mechanisms import check_name
 from .data import SOURCES, TeacherSource, parts_of
-from .models import (
-    NAMED,
-    RANDOM,
-    SFT,
-    AttentionTransfer,
-    Convert,
-    FeatureCosine,
-    LogitKL,
-    Recipe,
-    Stage,
-)
+from .models import NAMED, RANDOM, SFT, AttentionTransfer, Convert, FeatureCosine, LogitKL, Recipe, Stage
 from .presets import presets, recipe_path, recipes_folder
 from .renamed import GONE
 from .types import ParentError, Strict
@@ -150,10 +140,7 @@ def _name_clashes(stages: Any) -> Iterator[tuple[Keys, str]]:
     for i, stage in enumerate(stages if isinstance(stages, list) else ()):
         name = stage.get("name", stage.get("kind")) if isinstance(stage, dict) else None
         if isinstance(name, str) and first.setdefault(name, i) != i:
-            yield (
-                ("stages", i, "name"),
-                f"{name!r} names stages[{first[name]}] already; give each stage its own",
-            )
+            yield (("stages", i, "name"), f"{name!r} names stages[{first[name]}] already; give each stage its own")
 
 
 def _stage_rules(recipe: Recipe) -> Iterator[tuple[Keys, str]]:

@@ -93,9 +93,7 @@ Window = Annotated[int | str | None, BeforeValidator(_window, json_schema_input_
 Part = Literal["new", "mixer", "lora", "all"]
 TransferPart = Literal["new", "lora"]
 Parts = Annotated[
-    Listed[Part],
-    AfterValidator(_distinct),
-    BeforeValidator(as_list, json_schema_input_type=Part | list[Part]),
+    Listed[Part], AfterValidator(_distinct), BeforeValidator(as_list, json_schema_input_type=Part | list[Part])
 ]
 TransferParts = Annotated[
     Listed[TransferPart],

@@ -41,8 +41,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
-                problem="aliases (*name) are not supported: write the value out",
-                problem_mark=event.start_mark,
+                problem="aliases (*name) are not supported: write the value out", problem_mark=event.start_mark
             )
         if event.tag not in (None, "!"):
             raise yaml.MarkedYAMLError(problem=f"tags are not supported: {event.tag}", problem_mark=event.start_mark)

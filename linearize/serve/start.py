@@ -10,14 +10,13 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from transformers.utils.import_utils import is_serve_available
 
 from ..checkpoint.manifest import is_linearized
 from ..checkpoint.provenance import check_code, open_config, outdated
 from ..checkpoint.source import open_source, read_header, read_json
-from ..errors import IncompatibleError, LinearizeError, ResourceError, did_you_mean, reason_of
+from ..errors import IncompatibleError, ResourceError, check_choice, reason_of
 from ..extras import checkout, required, with_extra
 from ..terminal.output import say
 from .folder import layers_of
@@ -69,7 +68,10 @@ def server_command(
         name = value_of(options, "--served-model-name") or model
         named = ["--trust-remote-code", "--served-model-name", model]
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *named, *listening]
-    chats = has_chat_template(source.folder) or value_of(options, "--chat-template") is not None
+    settings = source.folder / "tokenizer_config.json"
+    known = settings.is_file() and read_json(settings).get("chat_template")
+    known = known or value_of(options, "--chat-template") is not None
+    chats = bool(known) or any(source.folder.glob("chat_template*"))
     if not chats:
         say("note: the model has no chat template, so the server answers /v1/chat/completions with an error")
     say(f"requests give the model's name, {name}. Once the server is up:\n{request(name, listening, chats)}")
@@ -86,13 +88,6 @@ def check_address(host: str, port: str) -> None:
     except OSError as error:
         message = f"{host}, port {port}: {reason_of(error)}. Choose another with --port, or --host"
         raise ResourceError(message) from error
-
-
-def has_chat_template(folder: Path) -> bool:
-    """Whether a model's folder says how a chat is written."""
-    settings = folder / "tokenizer_config.json"
-    known = settings.is_file() and read_json(settings).get("chat_template")
-    return bool(known) or any(folder.glob("chat_template*"))
 
 
 def request(name: str, options: Sequence[str], chats: bool) -> str:
@@ -119,8 +114,7 @@ def choose(server: str) -> str:
 
     Raises LinearizeError: 2 for an unknown one, 4 where it, or for `auto` any, is not installed.
     """
-    if server not in ("auto", *SERVERS):
-        raise LinearizeError(f"--server {server}: choose auto, vllm or transformers.{did_you_mean(server, SERVERS)}")
+    check_choice("--server", server, ("auto", *SERVERS))
     found = [name for name in SERVERS if is_installed(name)]
     if server == "auto" and found:
         return found[0]

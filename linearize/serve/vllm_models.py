@@ -49,16 +49,7 @@ from .batch import Batch, prompts_of, rehearse, run
 from .folder import OPERATOR, layer_types, layers_of
 from .merge import merged
 from .shards import shard, shard_spec
-from .states import (
-    Place,
-    Pool,
-    StateLayout,
-    code_of,
-    layout_class,
-    shared_memory,
-    softmax_of,
-    state_layouts,
-)
+from .states import Place, Pool, StateLayout, code_of, layout_class, shared_memory, softmax_of, state_layouts
 
 # ---------------------------------------------------------------- one layer
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..demo import named_base
-from ..errors import Exit, LinearizeError, absent, in_repository, near_path, no_such_run
+from ..errors import Exit, LinearizeError, absent, check_choice, in_repository, near_path, no_such_run
 
 # What the Hub takes as user/repo, or as one of the first models there.
 HUB_ID = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?")
@@ -60,6 +60,11 @@ def model(word: str) -> str:
     return name
 
 
+def one_of(option: str, choices: Sequence[str]) -> Callable[[str | None], str | None]:
+    """What typer calls to refuse another value of an option than one of its choices, before torch is imported."""
+    return lambda value: value and check_choice(option, value, choices)
+
+
 # Arguments and options that several commands have.
 Model = Annotated[str, typer.Argument(help="Model: a local folder, a Hub id, or demo.", parser=model)]
 Converted = Annotated[str, typer.Argument(help="Converted model: a local folder or a Hub id.", parser=model)]
@@ -70,8 +75,12 @@ Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code of the model that linearize did not write.")
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")]
-Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.")]
+DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("keep", "float32", "bfloat16", "float16")
+LEVELS = ("auto", "full", "keys", "none")  # of verification
+Device = Annotated[str, typer.Option(help="Device: auto, cpu or cuda.", callback=one_of("--device", DEVICES))]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype: keep, float32, bfloat16 or float16.", callback=one_of("--dtype", DTYPES))
+]
 
 
 def check_base(overrides: Iterable[str]) -> None:

@@ -173,10 +173,7 @@ def positions_table(found: dict[str, Any] | None) -> None:
 
 
 # What models write by themselves, as `linearize eval --generate` measures it.
-WRITTEN_FREELY = {
-    "recall": "recall written freely",
-    "repeated": "written tokens that repeat (runs of 4)",
-}
+WRITTEN_FREELY = {"recall": "recall written freely", "repeated": "written tokens that repeat (runs of 4)"}
 
 
 def note_below(ppl_ratio: float | None) -> str:

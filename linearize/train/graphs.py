@@ -89,7 +89,8 @@ class GraphedSteps:
         begins = self.calls % self.micro == 0
         self.calls += 1
         waits = self.calls <= PLAIN_STEPS * self.micro or not (begins or self.checked)
-        if self.over or waits or not self._fits(batch):
+        shapes, recorded = ({n: x.shape for n, x in one.items()} for one in (batch, self.inputs or batch))
+        if self.over or waits or shapes != recorded:
             return self.plain(batch, tokens)
         if self.replay is None:
             return self._begin(batch, tokens)
@@ -100,10 +101,6 @@ class GraphedSteps:
     def close(self) -> None:
         """Give the recording's memory back."""
         self.replay, self.inputs, self.found, self.over = None, {}, (self.tokens, {}), True
-
-    def _fits(self, batch: Batch) -> bool:
-        """Whether a batch has the shapes of the recorded one, if there is one."""
-        return not self.inputs or {n: x.shape for n, x in batch.items()} == {n: x.shape for n, x in self.inputs.items()}
 
     def _begin(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """A plain micro batch, and the recording of one."""

@@ -32,8 +32,8 @@ from ..checkpoint.atomic import foreign_files, write_atomically
 from ..checkpoint.manifest import CARD, base_hashes
 from ..checkpoint.shards import file_hashes, sha256
 from ..demo import DEMO, named_base
-from ..errors import LinearizeError, check_file, json_object, os_error, quoted, redact, undamaged, writing
-from ..plan.plan import Plan, some
+from ..errors import LinearizeError, check_file, json_object, os_error, quoted, redact, some, undamaged, writing
+from ..plan.plan import Plan
 from ..recipe.data import rooted, unit_of
 from ..recipe.recipe import Recipe, diff_resolved, fixed, per_step, weight_settings
 from ..recipe.renamed import present_keys
@@ -463,7 +463,9 @@ class Run:
         """report.json of a run that is finished."""
         path = self.folder / "report.json"
         with undamaged(path, f"Remove it and {self.final}, and the same command writes both again"):
-            found = json.loads(path.read_text("utf-8"))
+            found = json_object(path)
+            if "predictions" in found:  # of latents
+                return {**found, "output": str(self.final)}
             # Which runs of earlier versions did not write.
             later = ("teacher_accuracy", "max_steps", "positions", "samples", "device", "teacher", "unit")
             known = {key: found[key] for key in ("teacher_ppl", "stages", "layers")}

@@ -31,9 +31,9 @@ from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256,
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
 from ..convert import disagree
-from ..errors import CheckFailedError, IncompatibleError, LinearizeError, reason_of, resource_error
+from ..errors import CheckFailedError, IncompatibleError, LinearizeError, reason_of, resource_error, some
 from ..measure.positions import TRAINED_LENGTH, trained_length
-from ..plan.plan import Plan, some
+from ..plan.plan import Plan
 from ..probe.probe import model_class_of
 from ..probe.trace import quiet
 from ..recipe.recipe import Recipe, portable

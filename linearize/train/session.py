@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -94,7 +95,7 @@ class Finetuner:
         self.interrupted = False  # by a signal, in this process
         self.named: Named | None = None  # the recipe's own teacher
         self._blocks: dict[tuple[str, str], Samples | None] = {}
-        self._said: set[str] = set()
+        self.say_once = functools.cache(self.say)  # stages often share their data
         self.eval_tokens = 0  # of the last evaluation
         self.steps_before: dict[str, int] = {}  # of each stage that a tracker got metrics of
         self.wide = accelerator.mixed_precision != "no"
@@ -225,12 +226,6 @@ class Finetuner:
                 erased=data.erase if split == "train" else 0.0,
                 own=lambda source: TextSource(files=tuple(shards_of(self.own_text(source)))),
             )
-
-    def say_once(self, text: str) -> None:
-        """`say`, unless it said the same before: stages often share their data."""
-        if text not in self._said:
-            self._said.add(text)
-            self.say(text)
 
     def blocks_per_step(self, stage: Stage) -> int:
         """Blocks of one optimizer step, over all micro batches and processes."""
@@ -543,9 +538,7 @@ def stage_notes(model: Any, recipe: Recipe, stages: Iterable[tuple[Stage, int]],
         written = max((part.teacher.length for part in own_texts(data)), default=0) if recipe.teacher is None else 0
         if images and samples < FEW_IMAGES:
             message = f"a step sees {counted(samples, 'image')}, and gradients of so few may not converge. Give it "
-            message += (
-                "batch.per_device: 64, or as many as memory holds and the rest by batch.gradient_accumulation_steps"
-            )
+            message += "batch.per_device: 64, or what memory holds and the rest by batch.gradient_accumulation_steps"
         elif known is not None and length > known:
             message = f"rows have {length:,} tokens, and {type(model).__name__} was made for {known:,} "
             message += f"(max_position_embeddings). Set data.pack.seq_len={known}, unless it is to learn longer rows"

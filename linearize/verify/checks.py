@@ -29,8 +29,8 @@ from ..checkpoint.source import (
     weight_map,
 )
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
-from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, quoted
-from ..plan.plan import Plan, some
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, quoted, some
+from ..plan.plan import Plan
 from ..terminal.output import counted
 from ..terminal.progress import Advance, progress
 from . import tolerances
@@ -250,11 +250,7 @@ def check_behaviours(folder: Path, strict: bool) -> list[Check]:
 def reload(script: str, arguments: list[str], wrong: Callable[[dict[str, Any]], list[str]]) -> list[Check]:
     """What a script that loads a folder in a clean process found; `wrong` names the keys that do not match."""
     try:
-        with (
-            clean_command(script, arguments) as command,
-            started(*command) as child,
-            progress("verify", 1) as advance,
-        ):
+        with clean_command(script, arguments) as command, started(*command) as child, progress("verify", 1) as advance:
             found = result_of(child, advance)
     except LinearizeError as error:
         if error.code != Exit.CHECK_FAILED:  # such as no room for temporary files

@@ -29,8 +29,8 @@ from ..checkpoint.fp8 import cut_blocks
 from ..checkpoint.shards import index_fault, read_tensor
 from ..checkpoint.source import DTYPES, Entry, Source, read_header, tensor_places, weight_map
 from ..checkpoint.write import INDEX, MIXER_SHARD
-from ..errors import SECRET_VARIABLES, CheckFailedError, LinearizeError, ResourceError, lacking, reason_of
-from ..plan.plan import Plan, some
+from ..errors import SECRET_VARIABLES, CheckFailedError, LinearizeError, ResourceError, lacking, reason_of, some
+from ..plan.plan import Plan
 from ..terminal.progress import Advance, progress, silent
 from .tolerances import RELOADED
 

@@ -184,7 +184,8 @@ def test_refusals_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(tasks, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     # An index of the harness's names takes seconds: none here is looked for there but `needle` alone.
-    monkeypatch.setattr(tasks, "index", tasks.no_index)
+    found = tasks.index(False)
+    monkeypatch.setattr(tasks, "index", lambda own: found)
     path, empty, prose = write(tmp_path / "rows.jsonl", QUESTION), tmp_path / "none.jsonl", tmp_path / "prose.txt"
     empty.touch()
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
