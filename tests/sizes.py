@@ -74,6 +74,7 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "saga": (BIDIRECTIONAL, PUBLISHED),
     "sla": (
         {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", **NEAR},
+        {"base": "gla", "state_heads": "query", **NEAR},
         {"faithful": True, "base": "gla"},
     ),
     # What `--kept-window` makes of kept layers.

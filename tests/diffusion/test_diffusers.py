@@ -611,7 +611,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], list[str], int, str]] = {
     "option": (lambda f: None, ["--set", "blokcs=3"], 2, "Did you mean 'blocks'"),
     "images": (lambda f: None, ["--set", "frames=2"], 2, "images have no frames"),
     "layers": (lambda f: None, ["--layers", "2"], 2, "has 2 layers (0-1)"),
-    "dtype": (lambda f: None, ["--dtype", "int8"], 2, "choose keep, float64"),
+    "dtype": (lambda f: None, ["--dtype", "int8"], 2, "choose keep, float32"),
     "consent": (lambda f: None, ["--allow-drop", "alibi"], 2, "drops nothing of its softmax"),
     "revision": (lambda f: None, ["--revision", "main"], 2, "and a revision (main) is a branch"),
     "heads": (lambda f: None, ["--keep-heads", "0:0"], 3, "bidirectional"),

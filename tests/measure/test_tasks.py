@@ -102,7 +102,7 @@ def test_some_rows_behind_examples(
     group = {"group": "both", "task": ["left", "right"], "aggregate_metric_list": [{"metric": "acc"}]}
     (tmp_path / "both.yaml").write_text(yaml.safe_dump(group))
     known = TaskManager(include_path=tmp_path, include_defaults=False)
-    monkeypatch.setattr(tasks, "index", lambda: known)
+    monkeypatch.setattr(tasks, "index", lambda own: known)
     options = ("--limit", "5", "--few-shot", "1", "--batch-tokens", "1024", "--json")
     code, out, err = linearize("eval", folder, "--tasks", "both", *options)
     assert code == 0, err
@@ -167,7 +167,7 @@ def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(tasks, "unanswered", away)
     found = SimpleNamespace(all_tasks=["arc_easy"], match_tasks=list, load=load)
-    monkeypatch.setattr(tasks, "index", lambda: found)
+    monkeypatch.setattr(tasks, "index", lambda own: found)
     with pytest.raises(LinearizeError, match=r"route.*your") as told:
         tasks.find_tasks("arc_easy", 1024, None, None)
     assert told.value.code == Exit.HUB
