@@ -142,6 +142,18 @@ def absent(path: Path, what: str = "no such file", then: str = "") -> LinearizeE
     return LinearizeError(f"{what} {str(path)!r}" + (f".{rest}" if rest else ""))
 
 
+def no_model(folder: Path) -> LinearizeError:
+    """The error (exit 3) for a folder that is absent or has no config.json; it says where the model may be."""
+    if folder.exists():
+        inside, files = folder / "final", sorted(folder.glob("*.gguf"))
+        there = f". The model of this run is {inside}" if (inside / "config.json").exists() else ""
+        there = f". A GGUF file is given by its name: {files[0]}" if files else there
+        message = f"{folder} has no config.json: not a Transformers model folder{there}"
+    else:
+        message = absent(folder, "no such folder").message
+    return IncompatibleError(message)
+
+
 def no_such_run(place: Path) -> LinearizeError:
     """The error (exit 2) for the folder of a run, or a file with figures, that is not there."""
     return absent(place) if place.suffix == ".json" else absent(place, "no such run", "linearize runs lists runs")

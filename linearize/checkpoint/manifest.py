@@ -16,12 +16,12 @@ from typing import Any
 from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
-from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, some
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, no_model, some
 from ..plan.plan import DIFFUSERS, Plan, Step
 from ..terminal.progress import Advance
 from .atomic import MANIFEST
 from .shards import file_hashes, file_size, in_parallel, known_sha256
-from .source import find_shards, no_model, read_json
+from .source import find_shards, read_json
 
 CARD = "README.md"
 WEIGHTS = ".safetensors"

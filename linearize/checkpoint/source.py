@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import DEMO, model_folder
-from ..errors import Exit, IncompatibleError, LinearizeError, ResourceError, absent, check_file, leaves
+from ..errors import Exit, IncompatibleError, LinearizeError, ResourceError, check_file, leaves, no_model
 from ..hub.download import download
 from .atomic import MANIFEST
 
@@ -196,18 +196,6 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], tuple[int, int] | None]:
                 "the file again"
             )
     return config, block
-
-
-def no_model(folder: Path) -> LinearizeError:
-    """The error (exit 3) for a folder that is absent or has no config.json; it says where the model may be."""
-    if folder.exists():
-        inside, files = folder / "final", sorted(folder.glob("*.gguf"))
-        there = f". The model of this run is {inside}" if (inside / "config.json").exists() else ""
-        there = f". A GGUF file is given by its name: {files[0]}" if files else there
-        message = f"{folder} has no config.json: not a Transformers model folder{there}"
-    else:
-        message = absent(folder, "no such folder").message
-    return IncompatibleError(message)
 
 
 def fp8_block(quantization: Any) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..terminal.arguments import Converted, Revision, Trust
+from ..terminal.arguments import Converted, Revision, Trust, one_of
 from ..terminal.output import say
 from ..terminal.progress import starting
 
@@ -19,7 +19,11 @@ def serve(
         list[str] | None, typer.Argument(help="Options of the server, after --: -- --max-model-len 4096")
     ] = None,
     server: Annotated[
-        str, typer.Option(help="Server: vllm, transformers, or auto, the first that is installed.")
+        str,
+        typer.Option(
+            help="Server: vllm, transformers, or auto, the first that is installed.",
+            callback=one_of("--server", ("auto", "vllm", "transformers")),
+        ),
     ] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,

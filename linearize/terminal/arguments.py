@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..demo import named_base
-from ..errors import Exit, LinearizeError, absent, check_choice, in_repository, near_path, no_such_run
+from ..errors import Exit, LinearizeError, absent, check_choice, in_repository, near_path, no_model, no_such_run
 
 # What the Hub takes as user/repo, or as one of the first models there.
 HUB_ID = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?")
@@ -47,8 +47,8 @@ def non_empty(word: str) -> str:
 
 
 def model(word: str) -> str:
-    """The folder or Hub id of a model. Raises LinearizeError: 2 for an empty word, 3 for what is neither, a name that
-    no folder here has and no repository can have. That is known before torch is imported."""
+    """The folder or Hub id of a model. Raises LinearizeError: 2 for an empty word, 3 for a folder without a model, and
+    for a name that no folder here has and no repository can have. That is known before torch is imported."""
     name = named_base(word)
     folder = Path(os.path.expanduser(name))
     if not name.strip():
@@ -57,6 +57,8 @@ def model(word: str) -> str:
         near = near_path(folder, "*/") or in_repository(name)
         message = f"no such folder {name!r}, and it is no Hub id (user/repo){near and '.'}{near}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
+    if folder.is_dir() and not any((folder / index).exists() for index in ("config.json", "model_index.json")):
+        raise no_model(folder)
     return name
 
 

@@ -21,7 +21,6 @@ from ..checkpoint.source import (
     DTYPES,
     check_folder,
     check_revision,
-    no_model,
     open_source,
     read_header,
     read_json,
@@ -29,7 +28,7 @@ from ..checkpoint.source import (
     weight_map,
 )
 from ..checkpoint.write import INDEX, MANIFEST, no_hashes, uncovered
-from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, quoted, some
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, no_model, quoted, some
 from ..plan.plan import Plan
 from ..terminal.output import counted
 from ..terminal.progress import Advance, progress

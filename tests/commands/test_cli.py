@@ -114,6 +114,8 @@ ANSWERS: dict[str, tuple[list[str], int, str]] = {
     "recipe of an evaluation": (["eval", "demo", "--recipe", "hybird"], Exit.USAGE, "'hybrid'"),
     "teacher": (["eval", "demo", "--teacher", "./nowhere"], Exit.INCOMPATIBLE, "'./nowhere'"),
     **{name: ([name, "./nowhere"], Exit.INCOMPATIBLE, "'./nowhere'") for name in ("eval", "verify", "serve")},
+    "folder of no model": (["verify", str(Path(__file__).parent)], Exit.INCOMPATIBLE, "config.json"),
+    "server": (["serve", "demo", "--server", "vlm"], Exit.USAGE, "'vllm'"),
     "export": (["export", "./nowhere", "--as", "gla"], Exit.INCOMPATIBLE, "'./nowhere'"),
     "push": (["push", "nowhere", "me/mine"], Exit.INCOMPATIBLE, "'nowhere'"),
     **{name: ([name, "nowhere"], Exit.USAGE, "nowhere") for name in ("upgrade", "report", "compare", "runs")},
