@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -57,8 +58,9 @@ def model(word: str) -> str:
         near = near_path(folder, "*/") or in_repository(name)
         message = f"no such folder {name!r}, and it is no Hub id (user/repo){near and '.'}{near}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    if folder.is_dir() and not any((folder / index).exists() for index in ("config.json", "model_index.json")):
-        raise no_model(folder)
+    with contextlib.suppress(OSError):  # a folder that may not be read is named where that is tried
+        if folder.is_dir() and not {"config.json", "model_index.json"}.intersection(os.listdir(folder)):
+            raise no_model(folder)
     return name
 
 

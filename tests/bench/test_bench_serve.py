@@ -136,6 +136,7 @@ def test_an_engine_takes_the_commit_that_was_looked_at(linearize: Command, tmp_p
         found = json.loads(linearize(*asked, *more)[1])["models"]
         for name, commit in (("hub/source", "f00d"), ("hub/linear", wanted)):
             assert {found[name]["options"][key] for key in serve.PINNED} == {commit}
+    (tmp_path / "config.json").write_text("{}")
     here = json.loads(linearize("bench", "serve", tmp_path, "--loads", "1x8", "--json")[1])["models"]
     assert not here[str(tmp_path)]["options"].keys() & {*serve.PINNED}
     code, _, err = linearize(*asked, "--engine", "code_revision=v1")

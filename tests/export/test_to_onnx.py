@@ -309,10 +309,10 @@ def test_a_link_to_a_file_elsewhere_is_refused(converted: Any, linearize: Comman
     assert not (tmp_path / "graph").exists()
 
 
-def test_other_formats_are_refused(linearize: Command, tmp_path: Path) -> None:
-    code, _, message = linearize("export", tmp_path, "--to", "gguf")
+def test_other_formats_are_refused(linearize: Command) -> None:
+    code, _, message = linearize("export", "demo", "--to", "gguf")
     assert code == Exit.USAGE
     assert "--as gguf" in message
-    code, _, message = linearize("export", tmp_path, "--to", "onxx")
+    code, _, message = linearize("export", "demo", "--to", "onxx")
     assert code == Exit.USAGE
     assert holds(message, "'onnx'")
