@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from inspect import getdoc
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -132,13 +132,25 @@ def _global(
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-# In the order of `--help`.
-COMMANDS: list[Any] = [inspect.inspect, convert.convert, estimate.estimate, finetune.finetune, eval.evaluate]
-COMMANDS += [report.report, runs.runs, runs.compare, push.push, mechanisms.mechanisms, generate.generate, serve.serve]
-COMMANDS += [export.export, verify.verify, upgrade.upgrade, doctor.doctor, demo.demo]
-for one in COMMANDS:
-    app.command("eval" if one is eval.evaluate else None)(one)
+# One line per command, in the order of `--help`.
+app.command()(inspect.inspect)
+app.command()(convert.convert)
+app.command()(estimate.estimate)
+app.command()(finetune.finetune)
+app.command("eval")(eval.evaluate)
+app.command()(report.report)
+app.command()(runs.runs)
+app.command()(runs.compare)
 app.add_typer(recipes.recipes, name="recipes")
+app.command()(push.push)
+app.command()(mechanisms.mechanisms)
+app.command()(generate.generate)
+app.command()(serve.serve)
+app.command()(export.export)
+app.command()(verify.verify)
+app.command()(upgrade.upgrade)
+app.command()(doctor.doctor)
+app.command()(demo.demo)
 app.add_typer(bench.bench, name="bench")
 
 # Typer keeps the line ends of every paragraph but the first, and cuts what it lists a command with.

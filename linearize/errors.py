@@ -142,6 +142,12 @@ def absent(path: Path, what: str = "no such file", then: str = "") -> LinearizeE
     return LinearizeError(f"{what} {str(path)!r}" + (f".{rest}" if rest else ""))
 
 
+def holds_model(folder: Path) -> bool:
+    """Whether a folder has the config of a model or pipeline; one that may not be read may have."""
+    found = (os.path.exists(folder / name) for name in ("config.json", "model_index.json"))
+    return not os.access(folder, os.X_OK) or any(found)
+
+
 def no_model(folder: Path) -> LinearizeError:
     """The error (exit 3) for a folder that is absent or has no config.json; it says where the model may be."""
     if folder.exists():

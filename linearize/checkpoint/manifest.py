@@ -16,7 +16,7 @@ from typing import Any
 from linearize_kernels.mixer import AttentionSite
 
 from .. import __version__
-from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, no_model, some
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, holds_model, no_model, some
 from ..plan.plan import DIFFUSERS, Plan, Step
 from ..terminal.progress import Advance
 from .atomic import MANIFEST
@@ -55,7 +55,7 @@ def read_plan(folder: Path) -> Plan:
                 "folder as it is"
             ) from error
         gone = isinstance(error, FileNotFoundError)
-        if gone and not any((folder / name).exists() for name in ("config.json", "model_index.json")):
+        if gone and not holds_model(folder):
             raise no_model(folder) from error
         reason = f"it has no {MANIFEST}" if gone else f"{type(error).__name__}: {error}"
         raise IncompatibleError(

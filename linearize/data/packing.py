@@ -163,14 +163,17 @@ class MixedBlocks:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.parts[self._which[index]][int(self._within[index])]
 
+    def order_sha256(self) -> str:
+        """A hash of which block of which source each item is."""
+        return hashlib.sha256(self._which.tobytes() + self._within.tobytes()).hexdigest()
+
 
 def data_fingerprint(blocks: Blocks | MixedBlocks) -> str:
     """A hash of what is trained on: tokens, boundaries, targets, padding, and how sources are mixed; not of where it
     came from."""
     if isinstance(blocks, MixedBlocks):
         parts = [data_fingerprint(part) for part in blocks.parts]
-        order = hashlib.sha256(blocks._which.tobytes() + blocks._within.tobytes()).hexdigest()
-        return hashlib.sha256(json.dumps([*parts, order]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([*parts, blocks.order_sha256()]).encode()).hexdigest()[:16]
     return hashlib.sha256(f"{_FORMAT}/{blocks.seq_len}/{blocks.sha256}".encode()).hexdigest()[:16]
 
 

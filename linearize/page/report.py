@@ -495,8 +495,11 @@ def _cost(run: RunRecord, drawn: Drawing | None) -> str:
 def _recipe(run: RunRecord, drawn: Drawing | None) -> str:
     values = run.values if run.recipe is None else run.recipe.model_dump(mode="json", exclude_defaults=True)
     few = run.settings.get("max_steps")
-    words = f"`linearize finetune` with --max-steps {few}." if few else ""
-    words = words or "What differs from the defaults; of absolute paths the last name."
+    words = (
+        f"`linearize finetune` with --max-steps {few}."
+        if few
+        else "What differs from the defaults; of absolute paths the last name."
+    )
     return html.paragraph(words) + f"<pre>{html.text(yaml.safe_dump(portable(values), sort_keys=False))}</pre>"
 
 

@@ -10,6 +10,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers.utils.import_utils import is_serve_available
 
@@ -68,10 +69,7 @@ def server_command(
         name = value_of(options, "--served-model-name") or model
         named = ["--trust-remote-code", "--served-model-name", model]
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *named, *listening]
-    settings = source.folder / "tokenizer_config.json"
-    known = settings.is_file() and read_json(settings).get("chat_template")
-    known = known or value_of(options, "--chat-template") is not None
-    chats = bool(known) or any(source.folder.glob("chat_template*"))
+    chats = has_chat_template(source.folder) or value_of(options, "--chat-template") is not None
     if not chats:
         say("note: the model has no chat template, so the server answers /v1/chat/completions with an error")
     say(f"requests give the model's name, {name}. Once the server is up:\n{request(name, listening, chats)}")
@@ -88,6 +86,13 @@ def check_address(host: str, port: str) -> None:
     except OSError as error:
         message = f"{host}, port {port}: {reason_of(error)}. Choose another with --port, or --host"
         raise ResourceError(message) from error
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model's folder says how a chat is written."""
+    settings = folder / "tokenizer_config.json"
+    known = settings.is_file() and read_json(settings).get("chat_template")
+    return bool(known) or any(folder.glob("chat_template*"))
 
 
 def request(name: str, options: Sequence[str], chats: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,17 @@ from typing import Annotated
 import typer
 
 from ..demo import named_base
-from ..errors import Exit, LinearizeError, absent, check_choice, in_repository, near_path, no_model, no_such_run
+from ..errors import (
+    Exit,
+    LinearizeError,
+    absent,
+    check_choice,
+    holds_model,
+    in_repository,
+    near_path,
+    no_model,
+    no_such_run,
+)
 
 # What the Hub takes as user/repo, or as one of the first models there.
 HUB_ID = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?")
@@ -58,9 +67,8 @@ def model(word: str) -> str:
         near = near_path(folder, "*/") or in_repository(name)
         message = f"no such folder {name!r}, and it is no Hub id (user/repo){near and '.'}{near}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
-    with contextlib.suppress(OSError):  # a folder that may not be read is named where that is tried
-        if folder.is_dir() and not {"config.json", "model_index.json"}.intersection(os.listdir(folder)):
-            raise no_model(folder)
+    if os.path.isdir(folder) and not holds_model(folder):
+        raise no_model(folder)
     return name
 
 
