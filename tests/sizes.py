@@ -73,8 +73,8 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BIDIRECTIONAL, PUBLISHED),
     "saga": (BIDIRECTIONAL, PUBLISHED),
     "sla": (
-        {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", **NEAR},
-        {"base": "gla", "state_heads": "query", **NEAR},
+        {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", "window": 128, "sink": 1},
+        {"base": "gla", "state_heads": "query", "window": 128, "sink": 1},
         {"faithful": True, "base": "gla"},
     ),
     # What `--kept-window` makes of kept layers.
