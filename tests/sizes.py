@@ -62,7 +62,7 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "gla": ({**NEAR}, T2R),
     "gdn": ({**NEAR}, {"native": True}),
-    "mamba2": ({},),
+    "mamba2": ({"memories": 2, "maps": True},),
     "retnet": ({**NEAR}, T2R),
     "la": (
         {"feature_map": "hedgehog", **NEAR},
@@ -87,7 +87,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "gdn": ({"state_heads": "query", **NEAR},),
     "retnet": ({"state_heads": "query", **NEAR},),
     "la": ({}, BIDIRECTIONAL),
-    "mamba2": (),
+    "mamba2": ({},),
     "mhla": ({},),
     "saga": (BIDIRECTIONAL | {"feature_map": "elu", "norm": "head"}, BIDIRECTIONAL | {"window": 16, "sink": 1}),
     "sla": ({"base": "gla", **NEAR}, {"base": "gdn", "state_heads": "query"}, {"base": "retnet"}),

@@ -27,6 +27,8 @@ class Recurrent(Mixer):
     rope: str = "before"
     # Of the convolution over q, k and v, for a mechanism that has one; 1: none.
     taps: int = 1
+    # Of each state head, whose outputs add up, for a mechanism with the choice.
+    memories: int = 1
     # What `calibrate` tries for each memory: the name of a start, as `start_from` knows it -> candidates.
     tried: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -49,12 +51,12 @@ class Recurrent(Mixer):
 
     def build_taps(self, taps: int) -> None:
         """The convolution over q, k and v, each channel by itself."""
-        self.taps, site = taps, self.site
+        self.taps, site, M = taps, self.site, self.memories
         if taps > 1:
             self.short_conv = import_module(".conv", __package__).short_conv
-            self.query_taps = nn.Parameter(torch.empty(site.heads, site.key_dim, taps))
-            self.key_taps = nn.Parameter(torch.empty(site.kv_heads, site.key_dim, taps))
-            self.value_taps = nn.Parameter(torch.empty(site.kv_heads, site.value_dim, taps))
+            self.query_taps = nn.Parameter(torch.empty(M * site.heads, site.key_dim, taps))
+            self.key_taps = nn.Parameter(torch.empty(M * site.kv_heads, site.key_dim, taps))
+            self.value_taps = nn.Parameter(torch.empty(M * site.kv_heads, site.value_dim, taps))
 
     def reset_taps(self) -> None:
         """The convolution starts as the identity."""
@@ -164,12 +166,13 @@ class Recurrent(Mixer):
             best = torch.stack(errors).argmin(0).tolist()
             self.start_from(name, [candidates[i] for i in best])
         if self.norm is not None:
-            fit_size(self.norm.weight, run(), o_teacher)
+            fit_size(self.norm.weight.unflatten(0, (self.memories, -1)), run(), o_teacher)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         site = self.site
         tail = (self.taps - 1) * (site.heads * site.key_dim + site.kv_heads * (site.key_dim + site.value_dim))
-        return super().state_bytes(tokens, item) + 4 * (self.state_count * self.key_dim * site.value_dim + tail)
+        own = self.state_count * self.key_dim * site.value_dim + tail
+        return super().state_bytes(tokens, item) + 4 * self.memories * own
 
 
 def outer_products(

@@ -16,7 +16,10 @@ norm behind the gate:
 Groups: heads that share q and k are normalised together. Here every query head has q and k of its own, so a group is
 a head. transformers, vLLM and llama.cpp normalise by group, too; MLX normalises all heads together.
 
-Letters: B batch, T time, H heads, Hkv key heads, D key dim (state size), Dv value dim, K taps.
+The paper's layer is twice as wide as the model. So is this one with two memories for each query head, whose normalised
+outputs add up: the recurrence then has M H heads, those of the first memories in front.
+
+Letters: B batch, T time, H heads, Hkv key heads, M memories of a head, D key dim (state size), Dv value dim, K taps.
 Decays are log-space, <= 0; memories, steps and norms in fp32 (fp64 stays fp64).
 """
 
@@ -38,7 +41,7 @@ from ..layers.gate_linear import DecayLinear, before_softplus
 from ..layers.norm import HeadNorm
 from ..layers.recurrent import Recurrent, outer_products
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, AttentionSite, Tensors
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors, as_autocast
 
 
 def mamba2(
@@ -97,8 +100,8 @@ def naive_mamba2(
 
 
 class Mamba2State(NamedTuple):
-    """The memory S [B,H,D,Dv] fp32, and what the convolutions go on from: the last K - 1 tokens of q [B,K-1,H,D],
-    k [B,K-1,Hkv,D] and v [B,K-1,Hkv,Dv], K taps, in fp32."""
+    """The memories S [B,M*H,D,Dv] fp32, and what the convolutions go on from: the last K - 1 tokens of q [B,K-1,M*H,D],
+    k [B,K-1,M*Hkv,D] and v [B,K-1,M*Hkv,Dv], K taps, in fp32."""
 
     memory: Tensor
     queries: Tensor
@@ -110,17 +113,20 @@ class Mamba2(Recurrent, Mixer):
     """Mamba-2 in place of the softmax of one attention module, as engines compute it for Granite 4 and others: q, k and
     v are the module's projections, without its norms of q and k and without rotary embedding.
 
-    dt = softplus(W x + bias), g = -exp(A_log) dt. A conversion starts with the same half-lives for all tokens, spread
-    over the heads, and with the convolution as the identity.
+    dt = softplus(W x + bias), g = -exp(A_log) dt. With `maps` each memory's q and k are y + D^-1/2 W y of those. A conversion starts with the same half-lives for all tokens, spread
+    over the heads, and with convolution and maps as the identity.
     """
 
     title = "Mamba-2"
     unrotated = True
     paper = "arXiv 2405.21060"
     state_formula = (
-        "4 (H D Dv + (K - 1) (H D + Hkv (D + Dv))): H query heads, Hkv key heads, key and value dims D, Dv, K taps"
+        "4 M (H D Dv + (K - 1) (H D + Hkv (D + Dv))): M memories, H query heads, Hkv key heads, key and value dims D, Dv, "
+        "K taps"
     )
     about = {
+        "memories": "memories of each query head, with half-lives, convolutions, gates and norms of their own",
+        "maps": "linear maps of q and k for each memory, the identity at first; export folds them into the projections",
         "taps": "taps of the causal convolution over q, k and v, which starts as the identity (1: none)",
         "half_life_min": "shortest half-life of the memory at the start, in tokens; finetune fits it to the teacher "
         "(0: steps and rates as published, not fitted)",
@@ -133,11 +139,15 @@ class Mamba2(Recurrent, Mixer):
     }
     in_fp32 = ("A_log",)
     published = {"half_life_min": 0.0}
+    query_map: Tensor | None
+    key_map: Tensor | None
 
     def __init__(
         self,
         site: AttentionSite,
         *,
+        memories: Annotated[int, Bounds(1, 2)] = 1,
+        maps: bool = False,
         taps: Annotated[int, Bounds(1, 4)] = 4,
         half_life_min: Annotated[float, Bounds(0.0, 1e9)] = 8.0,
         half_life_max: Annotated[float, Bounds(0.0, 1e9)] = 512.0,
@@ -148,15 +158,20 @@ class Mamba2(Recurrent, Mixer):
         """Raises ValueError when half_life_max < half_life_min, or chunk_size is no power of two."""
         super().__init__(site, rope=False)
         self.build("query", "identity", "none", (half_life_min, half_life_max), chunk_size)
-        self.gate_std, self.skip_qk_norm = gate_std, True
-        self.norm = HeadNorm(site.heads, site.value_dim, eps)
-        self.step = DecayLinear(site.hidden, site.heads)
-        self.A_log = nn.Parameter(torch.empty(site.heads))
-        self.skip = nn.Parameter(torch.empty(site.heads))
-        self.output_gate = nn.Linear(site.hidden, site.heads * site.value_dim, bias=False)
-        widths = {"query": (site.heads, site.key_dim), "key": (site.kv_heads, site.key_dim)}
-        for role, width in {**widths, "value": (site.kv_heads, site.value_dim)}.items():
+        self.gate_std, self.skip_qk_norm, self.memories = gate_std, True, memories
+        H, Hkv = memories * site.heads, memories * site.kv_heads
+        self.fitted = slice(None)  # the memories that `calibrate` is at
+        self.norm = HeadNorm(H, site.value_dim, eps)
+        self.step = DecayLinear(site.hidden, H)
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.skip = nn.Parameter(torch.empty(H))
+        self.output_gate = nn.Linear(site.hidden, H * site.value_dim, bias=False)
+        widths = {"query": (H, site.key_dim), "key": (Hkv, site.key_dim), "value": (Hkv, site.value_dim)}
+        for role, width in widths.items():
             self.register_parameter(f"{role}_bias", nn.Parameter(torch.empty(width)))
+        for role, heads in {"query": H, "key": Hkv}.items():
+            weight = nn.Parameter(torch.empty(heads, site.key_dim, site.key_dim)) if maps else None
+            self.register_parameter(f"{role}_map", weight)
         self.build_taps(taps)
 
     @classmethod
@@ -174,23 +189,26 @@ class Mamba2(Recurrent, Mixer):
         init.ones_(self.skip)
         for role in ("query", "key", "value"):
             init.zeros_(getattr(self, f"{role}_bias"))
+        for weight in (self.query_map, self.key_map):
+            if weight is not None:
+                init.zeros_(weight)
         self.reset_taps()
 
     def _start(self) -> tuple[Tensor, Tensor]:
-        """-A and dt [H], whose product is -g at the start. With -A = 1 the weights dt of a memory add up to about 1."""
-        H, (shortest, longest) = self.state_count, self.half_lives
+        """-A and dt [M*H], whose product is -g at the start. With -A = 1 the weights dt of a memory add up to about 1."""
+        H, (shortest, longest) = self.memories * self.state_count, self.half_lives
         if shortest == 0.0:  # -A uniform in (1, 16), dt log-uniform in (0.001, 0.1)
             return 1.0 + 15.0 * torch.rand(H), torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(H))
         spread = torch.logspace(math.log10(shortest), math.log10(longest), H, dtype=torch.float64)
         return torch.ones(H), math.log(2.0) / spread
 
     def start_from(self, name: str, values: list[float]) -> None:
-        given = torch.tensor(values, dtype=torch.float64)
+        given, own = torch.tensor(values, dtype=torch.float64), self.fitted
         if name == "skip":
-            self.skip.copy_(given)
+            self.skip[own] = given.to(self.skip)
         else:
-            self.A_log.zero_()
-            self.step.bias.copy_(before_softplus(math.log(2.0) / given))
+            self.A_log[own] = 0.0
+            self.step.bias[own] = before_softplus(math.log(2.0) / given).to(self.step.bias)
 
     @torch.no_grad()
     def calibrate(
@@ -198,20 +216,36 @@ class Mamba2(Recurrent, Mixer):
         gates: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """As for others, the half-lives before the skip. The output gate, which has no bias, becomes about 1 for all
-        tokens first."""
+        tokens first. The second memory of each head is fitted to what the first leaves of the teacher's output."""
         self.output_gate.weight.copy_(OPEN * ones_direction(x).expand_as(self.output_gate.weight))
         if self.half_lives[0] > 0.0:
             self.skip.zero_()
-        super().calibrate(q, k, v, x, o, o_teacher, layout, gates)
+        if self.memories == 1 or self.half_lives[0] == 0.0:  # as published, the norms alone
+            target = o_teacher.repeat(1, 1, self.memories, 1) / self.memories**0.5
+            super().calibrate(q, k, v, x, o, target, layout, gates)
+            return
+        assert self.norm is not None
+        H, norm, rest = self.state_count, self.norm.weight, o_teacher.float()
+        found, (q, k, v) = torch.zeros_like(norm), as_autocast(q, k, v)
+        for first in range(0, len(norm), H):
+            self.fitted = slice(first, first + H)
+            norm.zero_()[self.fitted] = 1.0
+            super().calibrate(q, k, v, x, o, rest, layout, gates)
+            found[self.fitted] = norm[self.fitted]
+            rest = rest - self.mix(q, k, v, x, layout or TokenLayout(), None)[0].float()
+        norm.copy_(found)
 
     def project(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, *_: None
     ) -> tuple[Tensors, Tensors]:
         step = F.softplus(self.step(x).float())
         g = -self.A_log.float().exp() * step
+        if self.memories > 1:
+            q, k, v = (torch.cat([y] * self.memories, 2) for y in (q, k, v))
+        q, k = self._mapped(q, self.query_map), self._mapped(k, self.key_map)
         if self.taps == 1:
             q, k, v = self._activated(q, k, v)
-        return (q, k, v, g, step), (F.silu(self.output_gate(x).float()).unflatten(-1, (self.site.heads, -1)),)
+        return (q, k, v, g, step), (F.silu(self.output_gate(x).float()).unflatten(-1, (g.shape[-1], -1)),)
 
     def scan(self, inputs: Tensors, layout: TokenLayout, state: Mamba2State | None) -> tuple[tuple[Tensor], Mamba2State]:
         q, k, v, g, step = inputs
@@ -226,9 +260,20 @@ class Mamba2(Recurrent, Mixer):
         y, (memory,) = self.recur(mamba2, layout, before, q, k, v, g, step, self.skip)
         return (y,), Mamba2State(memory, *ends)
 
+    def empty_outputs(self, inputs: Tensors, v: Tensor) -> tuple[Tensor, ...]:
+        q = inputs[0]
+        return (q.new_empty(*q.shape[:3], v.shape[-1]),)
+
     def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
         y, (z,) = outputs[0], beside
-        return self.normed((y.float() * z).to(y.dtype), None, layout), None
+        o = self.normed((y.float() * z).to(y.dtype), None, layout)
+        return o if self.memories == 1 else o.unflatten(2, (self.memories, -1)).sum(2), None
+
+    def _mapped(self, y: Tensor, weight: Tensor | None) -> Tensor:
+        """Queries or keys behind their maps, where there are any. D^-1/2 lets W learn at the rate of other parameters."""
+        if weight is None:
+            return y
+        return y + self.site.key_dim**-0.5 * torch.einsum("bthd,hed->bthe", y, weight.to(y.dtype))
 
     def _activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """SiLU of what the convolutions gave and their biases."""

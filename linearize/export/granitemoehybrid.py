@@ -2,8 +2,10 @@
 
 Its softmax layer is Llama's once every multiplier is 1 and that of attention D^-1/2; gate and up projection lie in one
 matrix. A linear layer keeps the projections: q, k and v of the source are C, B and x of a state space layer with as
-many groups as query heads, for which key heads are written out. Nothing else folds: its norm has a weight for each
-channel, and its groups are the heads. Biases of q, k and v go into those of all projections, which are 0 elsewhere.
+many groups as query heads, for which key heads are written out. Two memories of a head are two heads: q, k and v are
+written out twice, and so is the output projection, which adds them up. Maps of q and k are multiplied with their
+projections. Nothing else folds: its norm has a weight for each channel, and its groups are the heads. Biases of q, k
+and v go into those of all projections, which are 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ def obstacles(config: Any) -> list[str]:
     found += layers.common_obstacles(text)
     if getattr(text, "mlp_bias", False):
         found.append("biases of the MLP (mlp_bias)")
+    if len({memories(layer) for layer in layers.linear_layers(config).values()}) > 1:
+        found.append("layers with one and with two memories a head: the format has one size")
     D, H = layers.head_dim(text), text.num_attention_heads
     if text.hidden_size != H * D:
         size = text.hidden_size
@@ -39,11 +43,17 @@ def biased(text: Any) -> bool:
     return text.model_type == "qwen2" or bool(getattr(text, "attention_bias", False))
 
 
+def memories(layer: dict[str, Any]) -> int:
+    """Of each query head in a layer of the plan, which says nothing where its checkpoint is older than the option."""
+    return int(layer["options"].get("memories", 1))
+
+
 def config_of(config: Any) -> dict[str, Any]:
     """config.json. `rope_theta` stands twice, since some engines read it alone. Time steps have no limit; JSON has no
     infinity that all engines read, so the upper one is a large number."""
     text, linear = config.get_text_config(), layers.linear_layers(config)
-    site, rope = next(iter(linear.values()))["site"], layers.rope_of(text)
+    first, rope = next(iter(linear.values())), layers.rope_of(text)
+    site, M = first["site"], memories(first)
     return {
         **layers.tokens_of(text),
         "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -62,12 +72,12 @@ def config_of(config: Any) -> dict[str, Any]:
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "layer_types": ["mamba" if n in linear else "attention" for n in range(text.num_hidden_layers)],
-        "mamba_n_heads": text.num_attention_heads,
-        "mamba_n_groups": text.num_attention_heads,
+        "mamba_n_heads": M * text.num_attention_heads,
+        "mamba_n_groups": M * text.num_attention_heads,
         "mamba_d_head": site["value_dim"],
         "mamba_d_state": site["key_dim"],
         "mamba_d_conv": 4,
-        "mamba_expand": 1,
+        "mamba_expand": M,
         "mamba_chunk_size": 256,
         "mamba_conv_bias": True,
         "mamba_proj_bias": biased(text),
@@ -82,6 +92,15 @@ def bias(own: dict[str, Tensor], part: str) -> Tensor:
     return own.get(f"{name}.bias", torch.zeros(len(own[f"{name}.weight"])))
 
 
+def written_out(mixer: dict[str, Tensor], role: str, x: Tensor, heads: int, memories: int, H: int) -> Tensor:
+    """The rows of a projection [heads * D,N] for all memories of the H query heads, [memories * H * D,N], mapped."""
+    rows = torch.cat([x.unflatten(0, (heads, -1))] * memories)
+    weight = mixer.get(f"{role}_map")
+    if weight is not None:
+        rows = rows + weight.shape[-1] ** -0.5 * weight @ rows
+    return layers.repeated(rows.flatten(0, 1), memories * H, memories * heads)
+
+
 def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the converted model in fp32 under the format's names."""
     text = config.get_text_config()
@@ -92,30 +111,31 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         both = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
         out[f"{here}shared_mlp.input_linear.weight"] = both
         out[f"{here}shared_mlp.output_linear.weight"] = own["mlp.down_proj.weight"]
-        q, k, v, o = (own[f"self_attn.{x}_proj.weight"] for x in "qkvo")
         if plan is None:
             out |= {f"{here}self_attn.{x}_proj.weight": own[f"self_attn.{x}_proj.weight"] for x in "qkvo"}
             if biased(text):
                 out |= {f"{here}self_attn.{x}_proj.bias": bias(own, x) for x in "qkvo"}
             continue
-        roles = ("value", "key", "query")
-        biases = [layers.repeated(mixer[f"{role}_bias"].flatten(), H, mixer[f"{role}_bias"].shape[0]) for role in roles]
-        wide = (layers.repeated(x, H, Hkv) for x in (v, k))
-        parts = [mixer["output_gate.weight"], *wide, q, mixer["step.weight"]]
+        M, roles = memories(plan), {"value": Hkv, "key": Hkv, "query": H}
+        biases = [layers.repeated(mixer[f"{role}_bias"].flatten(), M * H, M * heads) for role, heads in roles.items()]
+        weights_of = {role: own[f"self_attn.{role[0]}_proj.weight"] for role in roles}
+        wide = (written_out(mixer, role, weights_of[role], heads, M, H) for role, heads in roles.items())
+        parts = [mixer["output_gate.weight"], *wide, mixer["step.weight"]]
         there = f"{here}mamba."
         if biased(text):  # the format has one in all of a layer's projections, or in none
-            none = torch.zeros(len(mixer["output_gate.weight"])), torch.zeros(H)
-            qkv = bias(own, "q"), *(layers.repeated(bias(own, x), H, Hkv) for x in "kv")
-            out[f"{there}in_proj.bias"] = torch.cat([none[0], qkv[2], qkv[1], qkv[0], none[1]])
+            none = torch.zeros(len(mixer["output_gate.weight"])), torch.zeros(M * H)
+            given = {role: bias(own, role[0])[:, None] for role in roles}
+            wide = (written_out(mixer, role, given[role], heads, M, H)[:, 0] for role, heads in roles.items())
+            out[f"{there}in_proj.bias"] = torch.cat([none[0], *wide, none[1]])
             out[f"{there}out_proj.bias"] = bias(own, "o")
         out |= {
             f"{there}in_proj.weight": torch.cat(parts),
-            f"{there}conv1d.weight": layers.taps_of(mixer, roles, H),
+            f"{there}conv1d.weight": layers.taps_of(mixer, roles, M * H),
             f"{there}conv1d.bias": torch.cat(biases),
             f"{there}dt_bias": mixer["step.bias"],
             f"{there}A_log": mixer["A_log"],
             f"{there}D": mixer["skip"],
             f"{there}norm.weight": mixer["norm.weight"].flatten(),
-            f"{there}out_proj.weight": o,
+            f"{there}out_proj.weight": own["self_attn.o_proj.weight"].repeat(1, M),
         }
     return out

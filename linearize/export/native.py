@@ -246,12 +246,11 @@ def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     known = rope in ("default", "llama3")  # which were read in SGLang's source
     mlx = [f"it normalises the {groups} groups of a linear layer together"] if groups > 1 else []
     mlx += [scaled] if scaled else []
-    inner = config["mamba_n_heads"] * config["mamba_d_head"]
     biased = "rows behind left padding differ, for it convolves biases of padding: pad on the right, or not at all"
     # Of Qwen3.5 alone it reads from config.json in what dtype the state of a linear layer is kept.
     half = config["dtype"] != "float32"
     rounded = [f"with --mamba-ssm-cache-dtype float32, or it rounds memories to {config['dtype']} at each token"] * half
-    cpp = f"it insists on an inner size of twice the hidden size, and this one is {inner}: export it --as gguf"
+    cpp = "its converter leaves out the rotary embedding: export it --as gguf"
     return (
         Engine("transformers", True, "; ".join(["5.24 and later"] + [biased] * config["mamba_proj_bias"])),
         Engine("vLLM", True, "; ".join(["0.32 and later", *rounded])),

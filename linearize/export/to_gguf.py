@@ -1,9 +1,9 @@
 """`linearize export --as gguf`: one file for llama.cpp and what is built on it, from the weights that a format folded.
 
-llama.cpp knows Qwen3.5 as it is. Of Granite's hybrids it knows those whose linear layers are twice as wide as
-the model: value channels stand twice, of which the output projection reads the first, and a norm over both is that of
-one. Its kernels of the scan for CUDA, Vulkan and SYCL have states of 128 and 256, so keys and queries get channels of
-zero.
+llama.cpp knows Qwen3.5 as it is. Of Granite's hybrids it knows those whose linear layers are twice as wide as the
+model, as they are with two memories a head. With one, value channels stand twice, of which the output projection reads
+the first, and a norm over both is that of one. Its kernels of the scan for CUDA, Vulkan and SYCL have states of 128 and
+256, so keys and queries get channels of zero.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ def of_qwen3_5(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
 
 
 def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """llama.cpp's name, metadata and tensors: value channels twice, states filled up, q and k for rotation in pairs."""
+    """llama.cpp's name, metadata and tensors: layers twice as wide, states filled up, q and k for rotation in pairs."""
     H, D, V = config["mamba_n_heads"], config["mamba_d_state"], config["mamba_d_head"]
+    copies = 2 // config["mamba_expand"]
     state = next((size for size in STATES if size >= D), D)
     kept, rope = [layer_type == "attention" for layer_type in config["layer_types"]], config["rope_parameters"]
     metadata = {
@@ -159,7 +160,7 @@ def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
         "ssm.state_size": state,
         "ssm.group_count": H,
         "ssm.time_step_rank": H,
-        "ssm.inner_size": 2 * H * V,
+        "ssm.inner_size": copies * H * V,
     }
     own = {
         "post_attention_layernorm.weight": "ffn_norm.weight",
@@ -175,8 +176,7 @@ def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
     }
 
     def twice(x: Tensor) -> Tensor:
-        heads = x.unflatten(0, (H, V))
-        return torch.cat([heads, heads], 1).flatten(0, 1)
+        return torch.cat([x.unflatten(0, (H, V))] * copies, 1).flatten(0, 1)
 
     def filled(x: Tensor) -> Tensor:
         heads = x.unflatten(0, (H, D))
@@ -197,9 +197,9 @@ def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
             y = y[:, 0] if name.endswith("conv1d.weight") else y
         elif name.endswith("mamba.out_proj.weight"):
             heads = x.unflatten(1, (H, V))
-            y = torch.cat([heads, torch.zeros_like(heads)], 2).flatten(1)
+            y = torch.cat([heads, *[torch.zeros_like(heads)] * (copies - 1)], 2).flatten(1)
         elif name.endswith("mamba.norm.weight"):
-            y = twice(x).unflatten(0, (H, 2 * V))
+            y = twice(x).unflatten(0, (H, copies * V))
         elif name.endswith(("q_proj.weight", "k_proj.weight")):
             size = config["hidden_size"] // config["num_attention_heads"]
             y = x.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)

@@ -28,6 +28,7 @@ from linearize.serve.folder import layers_of
 
 QWEN = ("qwen3", "gdn", {"native": True})
 LLAMA = ("llama", "mamba2", {})
+WIDE = ("llama", "mamba2", {"memories": 2, "maps": True})
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -84,10 +85,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
     [
         (QWEN, "3", {"tie_word_embeddings": True}),
         (LLAMA, "1", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+        (WIDE, "1", {}),
         pytest.param(QWEN, "0,1", {}, marks=pytest.mark.slow),
         pytest.param(("qwen3", "gdn", {"native": True, "taps": 1}), "3", {}, marks=pytest.mark.slow),
         pytest.param(LLAMA, "0,2,3", {"num_key_value_heads": 1}, marks=pytest.mark.slow),
         pytest.param(("qwen2", *LLAMA[1:]), "0", {}, marks=pytest.mark.slow),
+        pytest.param(("qwen2", *WIDE[1:]), "0", {}, marks=pytest.mark.slow),
         pytest.param(("mistral", *LLAMA[1:]), "1", {"sliding_window": None}, marks=pytest.mark.slow),
         pytest.param(QWEN, "3", {"rope_parameters": YARN}, marks=pytest.mark.slow),
         pytest.param(("llama", "mamba2", {"taps": 1}), "0", {}, marks=pytest.mark.slow),
@@ -95,10 +98,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
     ids=[
         "qwen3 tied",
         "llama3 rope",
+        "two memories",
         "qwen3 irregular",
         "qwen3 without taps",
         "one key head",
         "qwen2",
+        "qwen2 with two memories",
         "mistral",
         "qwen3 yarn",
         "no taps",
@@ -343,6 +348,17 @@ def test_gguf_of_granite_has_its_weights_twice_and_filled_up(llama: Made, tmp_pa
     torch.testing.assert_close(1.0 / (found["rope_freqs.weight"] * waves), inverse(config, "cpu")[0])
 
 
+def test_gguf_of_two_memories_is_as_wide_as_it_is(tmp_path: Path) -> None:
+    made = Made(tmp_path, WIDE)
+    known, found = gguf_of(made, tmp_path)
+    assert known["granitehybrid.ssm.inner_size"] == 2 * known["granitehybrid.embedding_length"]
+    assert known["granitehybrid.ssm.time_step_rank"] == known["granitehybrid.ssm.group_count"] == 8
+    ours, layer = made.tensors, "model.layers.0.mamba."
+    assert torch.equal(found["blk.0.ssm_out.weight"], ours[f"{layer}out_proj.weight"])
+    assert torch.equal(found["blk.0.ssm_norm.weight"], ours[f"{layer}norm.weight"].view(8, 8))
+    assert torch.equal(found["blk.0.ssm_in.weight"][:128], ours[f"{layer}in_proj.weight"][:128])
+
+
 @pytest.mark.parametrize(("form", "error"), [("gguf", 2**-8), ("gguf-q8_0", 2**-6)])
 def test_gguf_rounds_matrices_alone(qwen: Made, tmp_path: Path, form: str, error: float) -> None:
     _, exact = gguf_of(qwen, tmp_path)
@@ -470,6 +486,7 @@ def test_what_qwen3_5_does_not_hold_is_named(qwen: Made, changes: dict[str, Any]
         ({"eps": 1e-3}, r"mamba2.*eps=0\.001.*--to.*mamba2.*--set.*eps=1e-06"),
         ({"mlp_bias": True}, "MLP"),
         ({"head_dim": 16}, r"4.*16.*beside.*32"),
+        ({"memories": 2}, "one and with two memories"),
         ({"sliding_window": 8}, r"softmax.*8"),
     ],
 )

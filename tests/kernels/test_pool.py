@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gdn": ("gdn", {}),
     "gdn as published": ("gdn", {"faithful": True}),
     "mamba2": ("mamba2", {}),
+    "mamba2 with two memories": ("mamba2", {"memories": 2, "maps": True}),
     "sla over gla": ("sla", {"norm": "none"}),
     "sla over retnet": ("sla", {"base": "retnet", "norm": "none"}),
     "sla over gdn": ("sla", {"base": "gdn", "norm": "none"}),

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gdn, native": ("gdn", {"native": True}),
     "mamba2": ("mamba2", {}),
     "mamba2 without a convolution": ("mamba2", {"taps": 1}),
+    "mamba2 with two memories": ("mamba2", {"memories": 2, "maps": True}),
     "retnet": ("retnet", {"output_gate": True}),
     "la": ("la", {}),
     "la, window": ("la", {"feature_map": "hedgehog", "window": 8}),

@@ -105,14 +105,14 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 
 
 @pytest.mark.parametrize(
-    ("kind", "differs"),
+    ("kind", "options", "differs"),
     [
-        ("LlamaConfig", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}),
-        ("Qwen2Config", {"tie_word_embeddings": True}),  # with biases of q, k and v
+        ("LlamaConfig", {}, {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}),
+        ("Qwen2Config", {"memories": 2, "maps": True}, {"tie_word_embeddings": True}),  # with biases of q, k and v
     ],
 )
 def test_vllms_own_class_writes_what_an_export_computes(
-    kind: str, differs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, options: dict[str, Any], differs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GraniteMoeHybrid without our plugin and without trust, placed irregularly, in float32.
 
@@ -122,7 +122,7 @@ def test_vllms_own_class_writes_what_an_export_computes(
     sizes = {"head_dim": None, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
     monkeypatch.setitem(engines.ARCHITECTURES, "a", (kind, {**sizes, **differs}))
     monkeypatch.setenv("VLLM_PLUGINS", "")
-    layer = ("mamba2", {"eps": 1e-6})
+    layer = ("mamba2", {"eps": 1e-6, **options})
     model, out = load(converted(tmp_path, Case("a", (layer, None, None, layer)))), tmp_path / "out"
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
