@@ -113,8 +113,9 @@ class Mamba2(Recurrent, Mixer):
     """Mamba-2 in place of the softmax of one attention module, as engines compute it for Granite 4 and others: q, k and
     v are the module's projections, without its norms of q and k and without rotary embedding.
 
-    dt = softplus(W x + bias), g = -exp(A_log) dt. With `maps` each memory's q and k are y + D^-1/2 W y of those. A conversion starts with the same half-lives for all tokens, spread
-    over the heads, and with convolution and maps as the identity.
+    dt = softplus(W x + bias), g = -exp(A_log) dt. With `maps` each memory's q and k are y + D^-1/2 W y of those. A
+    conversion starts with the same half-lives for all tokens, spread over the heads, and with convolution and maps as the
+    identity.
     """
 
     title = "Mamba-2"
