@@ -5,6 +5,7 @@ Letters: N rows of a pool, n sequences of a call, L tokens of its longest, T tok
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Iterator
@@ -118,6 +119,19 @@ def example_state(mixer: Any, dtype: torch.dtype) -> Any:
     return mixer(q, k, zeros(site.kv_heads, site.value_dim), zeros(site.hidden), layout_class(mixer)())[1]
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch computes in this thread alone. A server forks its engine, which would wait forever for OpenMP's threads
+    where the process in front of it had started some."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def state_layouts(mechanisms: dict[str, Any], spec: dict[str, Any], dtype: torch.dtype) -> dict[int, StateLayout]:
     """The layout of each linear layer's state, by its number; equal layers share one.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import namedtuple
 from typing import Any
 
@@ -122,3 +125,25 @@ def test_layers_share_as_many_memories_as_layers_keep_softmax() -> None:
     # None keeps softmax, or more do than are linear: a memory for each.
     for kept in (0, 6, 9):
         assert shared_memory(layouts, kept) == ({number: (number, 0) for number in layouts}, 128)
+
+
+FORKED = """
+import os, sys, torch
+from linearize_kernels.mixer import AttentionSite
+from linearize.plan.mechanisms import load_mechanism
+from linearize.serve.states import state_layouts
+
+site = AttentionSite(0, "a", "self", 1024, 16, 16, 64, 64, 0.125, causal=True).__dict__
+layer = {"site": site, "mechanism": "gla", "options": {}}
+state_layouts({"gla": load_mechanism("gla")}, {"layers": [layer]}, torch.float32)
+if (child := os.fork()) == 0:
+    torch.zeros(1000, 1000).cos()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_server_can_fork_behind_the_layouts() -> None:
+    """A child of a process that has OpenMP's threads would wait for them."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60, env=environment)
