@@ -356,10 +356,10 @@ class Mixer(nn.Module):
         return state
 
     def empty_outputs(self, inputs: Tensors, v: Tensor) -> tuple[Tensor, ...]:
-        """Uninitialised tensors as `core` returns them for its inputs and values v [B,T,Hkv,Dv]."""
-        B, T, H = *v.shape[:2], self.site.heads
-        o, number = (B, T, H, v.shape[-1]), v.new_empty(B, T, H, dtype=torch.float32)
-        far = inputs[0].new_empty(o)
+        """Uninitialised tensors as `core` returns them for its inputs, queries [B,T,H,..] first, and values v
+        [B,T,Hkv,Dv]."""
+        o = (*inputs[0].shape[:3], v.shape[-1])
+        far, number = inputs[0].new_empty(o), v.new_empty(o[:3], dtype=torch.float32)
         found = (far, torch.empty_like(number)) if self.normalised else (far,)
         return found if self.near is None else (*found, v.new_empty(o), number)
 

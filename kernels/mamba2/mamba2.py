@@ -261,10 +261,6 @@ class Mamba2(Recurrent, Mixer):
         y, (memory,) = self.recur(mamba2, layout, before, q, k, v, g, step, self.skip)
         return (y,), Mamba2State(memory, *ends)
 
-    def empty_outputs(self, inputs: Tensors, v: Tensor) -> tuple[Tensor, ...]:
-        q = inputs[0]
-        return (q.new_empty(*q.shape[:3], v.shape[-1]),)
-
     def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
         y, (z,) = outputs[0], beside
         o = self.normed((y.float() * z).to(y.dtype), None, layout)

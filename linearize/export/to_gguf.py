@@ -175,7 +175,7 @@ def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
         "mamba.out_proj.weight": "ssm_out.weight",
     }
 
-    def twice(x: Tensor) -> Tensor:
+    def widened(x: Tensor) -> Tensor:
         return torch.cat([x.unflatten(0, (H, V))] * copies, 1).flatten(0, 1)
 
     def filled(x: Tensor) -> Tensor:
@@ -193,13 +193,13 @@ def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
                 [H * V] * (1 + ("in_proj" in name)) + [H * D] * 2
             )
             rest = x[len(x) - H :] if "in_proj" in name else x[:0]
-            y = torch.cat([*map(twice, z), twice(v), filled(k), filled(q), rest])
+            y = torch.cat([*map(widened, z), widened(v), filled(k), filled(q), rest])
             y = y[:, 0] if name.endswith("conv1d.weight") else y
         elif name.endswith("mamba.out_proj.weight"):
             heads = x.unflatten(1, (H, V))
             y = torch.cat([heads, *[torch.zeros_like(heads)] * (copies - 1)], 2).flatten(1)
         elif name.endswith("mamba.norm.weight"):
-            y = twice(x).unflatten(0, (H, copies * V))
+            y = widened(x).unflatten(0, (H, copies * V))
         elif name.endswith(("q_proj.weight", "k_proj.weight")):
             size = config["hidden_size"] // config["num_attention_heads"]
             y = x.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
