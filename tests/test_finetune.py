@@ -198,28 +198,31 @@ def test_budgets(budget: dict[str, Any], root: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_gradient_checkpointing_changes_no_bit(root: Path, tmp_path: Path, recwarn: Any) -> None:
-    """Dropout on: the same random numbers are drawn again."""
-    for on in (False, True):
+    """Dropout on: the same random numbers are drawn again, in all layers and in the first one alone."""
+    for on in (False, 1, True):
         stages = [stage(kind, parts, "gpt2") for kind, parts in KINDS]
         runtime = {"device": "cpu", "gradient_checkpointing": on}
         train(make_recipe(tmp_path / str(on), base(root, "gpt2"), *stages, runtime=runtime))
-    assert metrics(tmp_path / "True") == metrics(tmp_path / "False")
-    assert same(*(tensors(tmp_path / str(on) / "run" / "final") for on in (True, False)))
+    for on in (1, True):
+        assert metrics(tmp_path / str(on)) == metrics(tmp_path / "False")
+        assert same(*(tensors(tmp_path / str(each) / "run" / "final") for each in (on, False)))
     assert not [w for w in recwarn if "checkpointing" in str(w.message)]
 
 
 def test_gradient_checkpointing_is_on_only_when_asked(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    """In no layer, in the first of two, and in both."""
+    calls, counts = [], []
     original = torch.utils.checkpoint.checkpoint
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
     monkeypatch.setattr("transformers.modeling_utils.checkpoint", torch.utils.checkpoint.checkpoint)
-    for on in (False, True):
-        assert not calls
+    for on in (False, 1, True):
+        calls.clear()
         runtime = {"device": "cpu", "gradient_checkpointing": on}
         train(make_recipe(tmp_path / str(on), base(root, "llama"), stage("logit_kl"), runtime=runtime))
-    assert calls
+        counts.append(len(calls))
+    assert counts == [0, 4, 8]
 
 
 def test_evaluation(root: Path, tmp_path: Path) -> None:

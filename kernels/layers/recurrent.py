@@ -91,10 +91,11 @@ class Recurrent(Mixer):
         return self.finish(outputs, beside, layout)[0], state
 
     def convolved(
-        self, inputs: tuple[Tensor, Tensor, Tensor], layout: TokenLayout, tails: Any
+        self, inputs: tuple[Tensor, Tensor, Tensor], layout: TokenLayout, tails: Any, *biases: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
         """q, k and v behind the convolution, where there is one, and what it goes on from: their last K - 1 tokens.
-        `tails` are those of an earlier call, or three None; in a pool they are changed in place."""
+        `tails` are those of an earlier call, or three None; in a pool they are changed in place. With `biases` of q, k
+        and v SiLU follows."""
         if self.taps == 1:
             if tails[0] is not None:
                 return inputs, tails
@@ -103,7 +104,10 @@ class Recurrent(Mixer):
         rows = None if tails[0] is None else layout.rows
         held = tails if rows is None else [take(tail, rows) for tail in tails]
         taps, places = (self.query_taps, self.key_taps, self.value_taps), (layout.padding, layout.segments)
-        made = [self.short_conv(*each, *places, layout.cu_seqlens) for each in zip(inputs, taps, held, strict=True)]
+        made = [
+            self.short_conv(*each, *places, layout.cu_seqlens, bias=bias, swish=bias is not None)
+            for *each, bias in zip(inputs, taps, held, biases or (None,) * 3, strict=True)
+        ]
         (q, k, v), ends = zip(*made, strict=True)
         if rows is None:
             return (q, k, v), ends

@@ -35,7 +35,7 @@ from transformers import initialization as init
 
 from ..gla.eager import GLAState
 from ..gla.gla import gla
-from ..layers.arguments import Backend, check_shapes, state_dtype, to_gate_heads
+from ..layers.arguments import Backend, check_shapes, state_dtype
 from ..layers.constant import OPEN, ones_direction
 from ..layers.gate_linear import DecayLinear, before_softplus
 from ..layers.norm import HeadNorm
@@ -76,13 +76,15 @@ def mamba2(
     )  # fmt: skip
     if rows is not None:  # below 0: a row of padding
         padding = (rows >= 0)[:, None] if padding is None else padding & (rows >= 0)[:, None]
-    return o + _passed(v, skip, padding).to(o.dtype), state
+    return _passed(o, v, skip, padding), state
 
 
-def _passed(v: Tensor, skip: Tensor, padding: Tensor | None) -> Tensor:
-    """skip v_t of every head [B,T,H,Dv], 0 at padding."""
-    y = to_gate_heads(v, skip.shape[0]) * skip[:, None].to(torch.promote_types(v.dtype, torch.float32))
-    return y if padding is None else torch.where(padding[:, :, None, None], y, 0.0)
+def _passed(o: Tensor, v: Tensor, skip: Tensor, padding: Tensor | None) -> Tensor:
+    """o [B,T,H,Dv] and skip v_t of every head, 0 at padding; the sum in fp32 at least, in one launch."""
+    E = v.shape[2]
+    v = v if padding is None else torch.where(padding[:, :, None, None], v, 0.0)
+    factor = skip.to(torch.promote_types(v.dtype, torch.float32)).view(E, -1, 1)
+    return torch.addcmul(o.unflatten(2, (E, -1)), v[:, :, :, None], factor).flatten(2, 3).to(o.dtype)
 
 
 def naive_mamba2(
@@ -93,7 +95,7 @@ def naive_mamba2(
     (B, _, H, D), dtype = q.shape, state_dtype(q)
     S = q.new_zeros(B, H, D, v.shape[-1], dtype=dtype) if state is None else state.memory
     o, S = outer_products((q, k, v, g[..., None]), 1.0, padding, segments, S, None, step)
-    return o + _passed(v, skip, padding).to(o.dtype), GLAState(S)
+    return _passed(o, v, skip, padding), GLAState(S)
 
 
 # ---------------------------------------------------------------- the mixer
@@ -246,7 +248,7 @@ class Mamba2(Recurrent, Mixer):
         q, k = self._mapped(q, self.query_map), self._mapped(k, self.key_map)
         if self.taps == 1:
             q, k, v = self._activated(q, k, v)
-        return (q, k, v, g, step), (F.silu(self.output_gate(x).float()).unflatten(-1, (g.shape[-1], -1)),)
+        return (q, k, v, g, step), (F.silu(self.output_gate(x)).unflatten(-1, (g.shape[-1], -1)),)
 
     def scan(self, inputs: Tensors, layout: TokenLayout, state: Mamba2State | None) -> tuple[tuple[Tensor], Mamba2State]:
         q, k, v, g, step = inputs
@@ -254,23 +256,24 @@ class Mamba2(Recurrent, Mixer):
         assert k is not None
         assert v is not None
         memory, *tails = (None,) * 4 if state is None else state
-        (q, k, v), ends = self.convolved((q, k, v), layout, tails)
-        if self.taps > 1:
-            q, k, v = self._activated(q, k, v)
+        biases: Any = self.query_bias, self.key_bias, self.value_bias
+        (q, k, v), ends = self.convolved((q, k, v), layout, tails, *biases)
         before = None if memory is None else GLAState(memory)
         y, (memory,) = self.recur(mamba2, layout, before, q, k, v, g, step, self.skip)
         return (y,), Mamba2State(memory, *ends)
 
     def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
         y, (z,) = outputs[0], beside
-        o = self.normed((y.float() * z).to(y.dtype), None, layout)
+        o = self.normed(y * z.to(y.dtype), None, layout)
         return o if self.memories == 1 else o.unflatten(2, (self.memories, -1)).sum(2), None
 
     def _mapped(self, y: Tensor, weight: Tensor | None) -> Tensor:
         """Queries or keys behind their maps, where there are any. D^-1/2 lets W learn at the rate of other parameters."""
         if weight is None:
             return y
-        return y + self.site.key_dim**-0.5 * torch.einsum("bthd,hed->bthe", y, weight.to(y.dtype))
+        heads = y.flatten(0, 1).transpose(0, 1)
+        mapped = torch.baddbmm(heads, heads, weight.to(y.dtype).mT, alpha=self.site.key_dim**-0.5)
+        return mapped.transpose(0, 1).unflatten(0, y.shape[:2])
 
     def _activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """SiLU of what the convolutions gave and their biases."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..data.batches import tokens_per_sample
 from ..recipe.recipe import AttentionTransfer, Recipe, trains_source
 from ..terminal.output import counted, size
 from ..terminal.progress import progress
+from ..train.drop_path import layers_of
 from .estimate import Cost, StageCost, estimate, sharded
 from .gpus import Device
 from .memory import Rehearsal
@@ -53,7 +55,7 @@ def changes(values: Values, cost: Cost) -> Iterator[Values]:
 
     First what costs time alone, then what changes the training.
     """
-    if not values["runtime"]["gradient_checkpointing"] and cost.checkpointing:
+    if values["runtime"]["gradient_checkpointing"] is not True and cost.checkpointing:
         yield {"runtime.gradient_checkpointing": True}
     large = [(s, c) for s, c in zip(values["stages"], cost.stages, strict=True) if c in cost.too_large]
     whole = [s["name"] for s, _ in large if s["kind"] == "logit_kl" and s["loss"]["chunk_size"] is None]
@@ -76,7 +78,7 @@ def changes(values: Values, cost: Cost) -> Iterator[Values]:
         and not runtime["offload_activations"]
         and any(s["kind"] != "attention_transfer" for s, _ in large)
     ):
-        checkpointed = {} if runtime["gradient_checkpointing"] else {"runtime.gradient_checkpointing": True}
+        checkpointed = {} if runtime["gradient_checkpointing"] is True else {"runtime.gradient_checkpointing": True}
         yield {**checkpointed, "runtime.offload_activations": True}
     moved = [stage for stage, _ in large if trains_source(stage["train"])]
     # FSDP2 shards weights once, in one dtype for all stages.
@@ -134,6 +136,8 @@ def written(value: Any) -> str:
 ENOUGH = 1 << 15
 # Those that have to fit with all activations; of fewer a GPU that computes them again is as fast.
 KEPT = 1 << 13
+# Of a device, what layers that keep their activations may fill.
+FULL = 0.95
 SMALLER = "So optimizer.memory is small: moments in 8 bits, source weights and their gradients in the model's dtype"
 
 
@@ -180,41 +184,82 @@ def choose(
     """The recipe with everything chosen; `rehearse` makes a rehearsal. `say` gets what was chosen and why.
 
     First whether activations are computed again: where they do not fit. Then the optimizer: `small` in a stage that
-    asks for it and does not fit otherwise. Then, on a GPU, the rows of a micro batch, of the blocks of its step.
+    asks for it and does not fit otherwise. Then, on a GPU, the rows of a micro batch, of the blocks of its step. Then
+    in how many layers activations are computed again.
     """
     plain = without_auto(recipe)
-    cost, values = estimate(rehearse(plain), device), plain.resolved()
+    first = rehearse(plain)
+    cost, values = estimate(first, device), plain.resolved()
+    kept, layers = cost, len(layers_of(first.model))
     free = recipe.runtime.gradient_checkpointing == "auto" and not plain.runtime.gradient_checkpointing
-    if free and cost.checkpointing and not keeps_activations(plain, cost):
+    again = free and cost.checkpointing and not keeps_activations(plain, cost)
+    if again:
         values["runtime"]["gradient_checkpointing"] = True
         plain = recipe.changed(values)
         cost = estimate(rehearse(plain), device)
-        say("activations are computed again in the backward pass (gradient_checkpointing): all of them do not fit")
     open_stages = [stage.optimizer.memory == "auto" for stage in recipe.stages]
     changed = False
     tight = [] if sharded("DEEPSPEED") else [one for one in cost.too_large if open_stages[cost.stages.index(one)]]
-    first = next((one.stage.name for one in tight if sharded() and trains_source(one.stage.train)), "")
+    narrow = next((one.stage.name for one in tight if sharded() and trains_source(one.stage.train)), "")
     for asked, one, stage in zip(open_stages, cost.stages, values["stages"], strict=True):
         if one in tight:
             stage["optimizer"]["memory"], changed = "small", True
             needs = f"{size(one.needs(device))} of {size(device.memory)}"
             say(f"{one.stage.name}: full needs {needs}. {SMALLER}")
-        elif asked and first and trains_source(stage["train"]):
+        elif asked and narrow and trains_source(stage["train"]):
             stage["optimizer"]["memory"] = "small"
-            say(f"{one.stage.name}: optimizer.memory is small as in {first}: FSDP2 shards weights once for all stages")
-    if recipe.runtime.batch != "auto" or device.kind != "cuda":
-        return recipe.changed(values)
-    if changed:
+            say(f"{one.stage.name}: optimizer.memory is small as in {narrow}: FSDP2 shards weights once for all stages")
+    rows = recipe.runtime.batch == "auto" and device.kind == "cuda"
+    if changed and (rows or again):
         cost = estimate(rehearse(recipe.changed(values)), device)
+    if rows:
+        choose_rows(recipe, cost, values, say)
+    if again:
+        values["runtime"]["gradient_checkpointing"] = layers_again(recipe.changed(values), layers, kept, cost)
+        chosen = recipe.changed(values)
+        if chosen.runtime.gradient_checkpointing is not True and estimate(rehearse(chosen), device).too_large:
+            values["runtime"]["gradient_checkpointing"] = True
+        of = values["runtime"]["gradient_checkpointing"]
+        which = "activations" if of is True else f"activations of {of} of {layers} layers"
+        of = "" if of is True else f": {of}"
+        say(f"{which} are computed again in the backward pass (gradient_checkpointing{of}): all of them do not fit")
+    return recipe.changed(values)
+
+
+def choose_rows(recipe: Recipe, cost: Cost, values: Values, say: Callable[[str], None]) -> None:
+    """Put into a resolved recipe the rows of micro batches that fit, of the blocks of a step."""
     for one, stage in zip(cost.stages, values["stages"], strict=True):
         blocks, given = one.stage.batch.blocks, one.stage.batch.per_device
         most = max(ENOUGH // tokens_per_sample(recipe.data_for(one.stage)), 1)
-        rows = fitting_rows(one, device, min(blocks, most))
+        rows = fitting_rows(one, cost.device, min(blocks, most))
         if rows != given and blocks % rows == 0:
             stage["batch"] = {"per_device": rows, "gradient_accumulation_steps": blocks // rows}
             micro = counted(blocks // rows, "micro batch", "micro batches")
             say(f"{one.stage.name}: {counted(rows, 'block')} in a micro batch, {micro} in a step")
-    return recipe.changed(values)
+
+
+def layers_again(recipe: Recipe, layers: int, kept: Cost, cost: Cost) -> bool | int:
+    """In how many of its layers a recipe that computes activations again has to: True in all, else their number. `cost`
+    and `kept` are of such a recipe and of one that keeps all, in micro batches of as many rows as each counts for.
+
+    What a layer keeps is the difference, divided by the layers; a tenth more is left free, and some of the device. It
+    is there when the backward pass begins, which has no gradients yet, and goes before the layers that compute theirs
+    again.
+    """
+    spared = layers
+    for stage, one, other in zip(recipe.stages, cost.stages, kept.stages, strict=True):
+        if isinstance(stage, AttentionTransfer):
+            continue
+        rows, parts = stage.batch.per_device, dict(one.memory.parts)
+        parts["activations"] = int(one.memory.saved * rows / one.stage.batch.per_device) + one.memory.gathered
+        parts["logits"] = 0  # which are in `saved`
+        if stage.batch.gradient_accumulation_steps == 1:
+            parts["gradients"] = 0
+        begins = replace(one, memory=replace(one.memory, parts=parts))
+        more = other.memory.saved * rows / other.stage.batch.per_device - parts["activations"]
+        free = FULL * cost.device.memory - begins.needs(cost.device)
+        spared = min(spared, int(layers * free / (1.1 * more)) if free > 0 and more > 0 else 0)
+    return max(layers - spared, 1) if spared else True
 
 
 def keeps_activations(recipe: Recipe, cost: Cost) -> bool:

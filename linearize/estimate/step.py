@@ -59,7 +59,7 @@ class Step:
     def prepare(self) -> None:
         """What the stage trains, as `Finetuner.prepare` does."""
         self.parameters = self.student.prepare(self.stage, wide=self.wide)
-        set_checkpointing(self.student.model, self.recipe.runtime.gradient_checkpointing and not self.transfers)
+        set_checkpointing(self.student.model, not self.transfers and self.recipe.runtime.gradient_checkpointing)
 
     def compile(self) -> None:
         """Compile what a run of the recipe would, which takes a device and time; what is only counted is as in

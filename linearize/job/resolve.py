@@ -173,7 +173,8 @@ class Job:
             # At most: others follow where activations do not fit, and where an optimizer had to become smaller.
             runtime = self.recipe.runtime
             automatic = any(stage.optimizer.memory == "auto" for stage in self.recipe.stages)
-            count = 1 + automatic * (runtime.batch == "auto") + (runtime.gradient_checkpointing == "auto")
+            again = runtime.gradient_checkpointing == "auto"
+            count = 1 + automatic * (again or runtime.batch == "auto") + 2 * again
             with progress("trying batch and optimizer", count * Rehearsal.parts(self.recipe)) as advance:
                 self.recipe = choose(self.recipe, lambda one: self.rehearse(one, advance), self.device, self.say)
         if self.run is not None:

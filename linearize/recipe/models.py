@@ -26,6 +26,7 @@ from .types import (
     Decay,
     Factor,
     Layers,
+    LayersAgain,
     Listed,
     Names,
     OptionalFactor,
@@ -411,8 +412,9 @@ class Runtime(Strict):
     """auto: a CUDA device where torch sees one, else the CPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the arithmetic; auto: bf16 on a GPU, fp32 on a CPU. Trained weights and states stay in fp32."""
-    gradient_checkpointing: Literal["auto", True, False] = False
-    """Compute activations again in the backward pass: less memory, more time; auto: where the device is too small."""
+    gradient_checkpointing: LayersAgain = False
+    """Compute activations again in the backward pass: less memory, more time. A number: in so many layers, from the
+    first on; auto: in as many as the device is too small for."""
     offload_activations: bool = False
     """Keep in the host's memory what gradient_checkpointing stores, for rows of many tokens."""
     graphs: Literal["auto", True, False] = "auto"
@@ -428,7 +430,8 @@ class Runtime(Strict):
     @field_validator("offload_activations")
     @classmethod
     def _little_to_move(cls, offload: bool, info: ValidationInfo) -> bool:
-        if offload and not info.data.get("gradient_checkpointing"):
+        again = info.data.get("gradient_checkpointing")
+        if offload and again != "auto" and again is not True:
             raise ValueError("needs gradient_checkpointing: true, or all activations of all layers would move")
         return offload
 

@@ -60,6 +60,13 @@ def _without_nul(text: str) -> str:
     return text
 
 
+def _layers_again(value: Any) -> Any:
+    """auto, all or none of the layers, or their number."""
+    if value == "auto" or isinstance(value, bool) or (isinstance(value, int) and value > 0):
+        return value
+    raise ValueError(f"must be auto, true, false, or a number of layers above 0, not {shown(value)}")
+
+
 def as_list(value: Any) -> Any:
     """A list of one where there is only its entry."""
     return [value] if isinstance(value, str) else value
@@ -90,6 +97,9 @@ Tokens = Annotated[Count | None, BeforeValidator(_tokens, json_schema_input_type
 TokenCount = Annotated[Count, BeforeValidator(_tokens, json_schema_input_type=int | str)]
 Layers = Annotated[str, BeforeValidator(_layers, json_schema_input_type=int | str | list[int | str])]
 Window = Annotated[int | str | None, BeforeValidator(_window, json_schema_input_type=int | str | None)]
+LayersAgain = Annotated[
+    Literal["auto"] | bool | int, BeforeValidator(_layers_again, json_schema_input_type=Literal["auto"] | bool | Count)
+]
 Part = Literal["new", "mixer", "lora", "all"]
 TransferPart = Literal["new", "lora"]
 Parts = Annotated[

@@ -25,6 +25,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..bench.timing import device_ms
 from ..data.augment import mixed
@@ -38,7 +39,7 @@ from ..recipe.recipe import SFT, AttentionTransfer, FeatureCosine, Stage
 from ..terminal.output import counted, duration
 from ..terminal.signals import END, caught, end_or_stop
 from .compiled import CompiledLayers, compiles
-from .drop_path import dropping
+from .drop_path import dropping, layers_of
 from .fsdp import like, reshard, whole
 from .graphs import LEAST_STEPS, PLAIN_STEPS, GraphedSteps, unrecordable
 from .losses import IGNORED
@@ -148,7 +149,7 @@ class StageLoop:
         self.transfers = isinstance(stage, AttentionTransfer)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.compiled: Callable[[], Any] = contextlib.nullcontext
-        set_checkpointing(owner.model, owner.recipe.runtime.gradient_checkpointing and not self.transfers)
+        set_checkpointing(owner.model, not self.transfers and owner.recipe.runtime.gradient_checkpointing)
         self.saving: Callable[[], Any] = contextlib.nullcontext
         if owner.recipe.runtime.offload_activations:
             self.saving = functools.partial(offloaded, Host(owner.model))
@@ -537,10 +538,16 @@ def batch_norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
             yield name, module
 
 
-def set_checkpointing(model: Any, on: bool) -> None:
-    """Recompute activations in backward, or not; transformers renamed the switch after 5.17."""
+def set_checkpointing(model: Any, layers: Any) -> None:
+    """Recompute activations in backward: True of all layers, a number of so many, from the first on, False of none.
+    transformers renamed the switch after 5.17."""
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
-    if on:
+    if layers:
         getattr(model, f"{name}_enable")({"use_reentrant": False})
     elif getattr(model, f"is_{name}"):
         getattr(model, f"{name}_disable")()
+    if layers and layers is not True:
+        again = layers_of(model)[:layers]
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.gradient_checkpointing = module in again

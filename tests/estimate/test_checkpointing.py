@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from training import base, make_recipe, stage
+import torch
+from models import convert_folder
+from training import base, byte_tokenizer, make_recipe, stage
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from linearize.errors import LinearizeError
 from linearize.estimate.advice import as_before, choose, is_open, without_auto
 from linearize.estimate.estimate import estimate
 from linearize.estimate.gpus import Device
 from linearize.estimate.memory import Rehearsal
+from linearize.recipe.recipe import Recipe
 
 
 def test_activations_are_computed_again_where_they_do_not_fit(tmp_path: Path) -> None:
@@ -30,12 +34,44 @@ def test_activations_are_computed_again_where_they_do_not_fit(tmp_path: Path) ->
         found = choose(
             recipe, lambda r: Rehearsal(r, None, folder, "bf16", True), Device("tiny", "cuda", memory), told.append
         )
-        assert found.runtime.gradient_checkpointing is again
+        assert bool(found.runtime.gradient_checkpointing) == again
         assert any("gradient_checkpointing" in line for line in told) == again
         assert not is_open(found)
         record = tmp_path / "run.json"
         record.write_text(json.dumps({"recipe": found.resolved()}))
-        assert as_before(recipe, record).runtime.gradient_checkpointing is again
+        assert as_before(recipe, record).runtime.gradient_checkpointing is found.runtime.gradient_checkpointing
+
+
+def test_as_many_layers_as_do_not_fit_compute_again(tmp_path: Path) -> None:
+    """A device between those that hold all activations and none gets a number of layers, and holds the others'."""
+    source = tmp_path / "source"
+    shape = {"num_hidden_layers": 12, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(**shape, intermediate_size=512, vocab_size=64, dtype="bfloat16")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    folder = convert_folder(source, tmp_path / "linear")
+    recipe = make_recipe(tmp_path, folder, stage("logit_kl", "all", batch={"per_device": 256}))
+
+    def rehearse(recipe: Recipe) -> Rehearsal:
+        return Rehearsal(recipe, None, folder, "bf16", True)
+
+    def asked(on: bool | int | str) -> Recipe:
+        values = recipe.resolved()
+        values["runtime"] |= {"precision": "bf16", "gradient_checkpointing": on}
+        return recipe.changed(values)
+
+    tiny = Device("tiny", "cuda", 1 << 40)
+    needs = [estimate(rehearse(asked(on)), tiny).stages[0].needs(tiny) for on in (True, 9, 6, 3, False)]
+    assert needs == sorted(needs)
+    found = []
+    for share in (0.3, 0.6):
+        told: list[str] = []
+        device = Device("tiny", "cuda", int(needs[0] + share * (needs[-1] - needs[0])))
+        chosen = choose(asked("auto"), rehearse, device, told.append)
+        assert not estimate(rehearse(chosen), device).too_large
+        found.append(chosen.runtime.gradient_checkpointing)
+        assert f"activations of {found[-1]} of 12 layers" in told[-1]
+    assert 12 > found[0] > found[1] > 0
 
 
 def test_offloading_is_of_what_is_computed_again(tmp_path: Path) -> None:
@@ -44,5 +80,6 @@ def test_offloading_is_of_what_is_computed_again(tmp_path: Path) -> None:
         return without_auto(make_recipe(tmp_path, tmp_path, stage("logit_kl"), runtime=runtime)).runtime
 
     assert getattr(asked("auto"), "gradient_checkpointing") is True  # noqa: B009
-    with pytest.raises(LinearizeError, match="gradient_checkpointing"):
-        asked(False)
+    for other in (False, 1):
+        with pytest.raises(LinearizeError, match="gradient_checkpointing"):
+            asked(other)
