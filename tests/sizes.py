@@ -75,10 +75,11 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "sla": (
         {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", "window": 128, "sink": 1},
         {"base": "gla", "state_heads": "query", "window": 128, "sink": 1},
+        {"base": "gla", "window": 128, "sink": 1},
         {"faithful": True, "base": "gla"},
     ),
     # What `--kept-window` makes of kept layers.
-    "window": ({"window": 1024, "sink": 4},),
+    "window": ({"window": 1024, "sink": 4}, {"window": 256, "sink": 1}),
 }
 # Defaults, the other number of memories, and other bases of SLA.
 OTHERS: dict[str, tuple[dict[str, Any], ...]] = {

@@ -13,6 +13,7 @@ from gpu_errors import checked
 
 from linearize_kernels.layers.features import featured
 from linearize_kernels.layers.learned_maps import learned_map
+from linearize_kernels.layers.conv import short_conv
 from linearize_kernels.layers.norm import head_norm, unit_rows
 from linearize_kernels.layers.rotary import Rotation, rotated
 
@@ -29,6 +30,7 @@ CASES: list[dict[str, Any]] = [
     *({"of": of, "dtype": "float32", "factor": 4} for of in ("relu", "hedgehog")),
     *({"of": "rotary", "D": D, "dtype": kind} for D in (64, 80, 256) for kind in KINDS),
     {"of": "rotary", "T": 5000},
+    *({"of": "convolution", "D": D, "dtype": kind} for D in (64, 80, 256) for kind in KINDS),
 ]
 
 
@@ -43,6 +45,7 @@ def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str
         "gated": [torch.rand(H, D, device="cuda"), torch.rand(B, T, H, device="cuda")],
         "relu": [torch.eye(D, device="cuda") + 0.1 * torch.randn(H, D, D, device="cuda"), torch.randn(H, D).cuda()],
         "hedgehog": [torch.eye(D, device="cuda") + 0.1 * torch.randn(H, D, D, device="cuda")],
+        "convolution": [torch.randn(H, D, 4, device="cuda"), torch.randn(H, D, device="cuda")],
     }.get(of, [])
     others = [x.to(weights) if of in ("relu", "hedgehog") else x for x in others]
     leaves = [(x.double() if exact else x).requires_grad_() for x in (y, *others)]
@@ -54,6 +57,9 @@ def results(case: dict[str, Any], backend: Any, exact: bool = False) -> dict[str
             1.0 + torch.arange(D // 8, device="cuda")
         )
         o = rotated(leaves[0], Rotation(angle.cos()[None], angle.sin()[None]), D // 2, plain=plain)
+    elif of == "convolution":
+        number = (torch.arange(T, device="cuda") // 100).expand(B, T)
+        o = short_conv(leaves[0], leaves[1], None, None, number, bias=leaves[2], swish=True, plain=plain)[0]
     elif of == "unit":
         o = unit_rows(*leaves, True, leaves[0].dtype, plain=plain)
     elif plain:
