@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from gpu_errors import checked
 
+from linearize_kernels.layers.conv import short_conv
 from linearize_kernels.layers.features import featured
 from linearize_kernels.layers.learned_maps import learned_map
-from linearize_kernels.layers.conv import short_conv
 from linearize_kernels.layers.norm import head_norm, unit_rows
 from linearize_kernels.layers.rotary import Rotation, rotated
 
