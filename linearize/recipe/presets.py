@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..demo import DEMO
 from ..errors import LinearizeError, ResourceError, did_you_mean
 
-FIRST = "hybrid"
+FIRST = "hybrid-window", "hybrid-heads", "sla"  # by size of the cache
 SCHEMA = "recipe.schema.json"  # which `copy` writes beside a recipe
 EDITORS = f"# yaml-language-server: $schema={SCHEMA}"
 
@@ -34,8 +34,9 @@ def recipes_folder() -> Path:
 
 
 def presets() -> list[Preset]:
-    """All of them, by name; the one to begin with comes first."""
-    paths = sorted(recipes_folder().glob("*.yaml"), key=lambda path: (path.stem != FIRST, path.stem))
+    """All of them by name, behind those to choose from first."""
+    order = {name: place for place, name in enumerate(FIRST)}
+    paths = sorted(recipes_folder().glob("*.yaml"), key=lambda path: (order.get(path.stem, len(order)), path.stem))
     return [_read(path) for path in paths]
 
 

@@ -287,9 +287,11 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "gsa",
         "gsa-window",
         "hybrid",
+        "hybrid-heads",
         "hybrid-native",
         "hybrid-native-qwen3",
         "hybrid-sla",
+        "hybrid-window",
         "lolcats-style",
         "radlads-style",
         "sentence",
@@ -307,7 +309,7 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "mhla-pretrain",
         "sla-pretrain",
     }
-    assert PRESETS[0].name == "hybrid"
+    assert [preset.name for preset in PRESETS[:3]] == ["hybrid-window", "hybrid-heads", "sla"]
     assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla"}
     assert all(row["result"] for row in json.loads(out))
     for preset in PRESETS:
