@@ -14,7 +14,6 @@ from . import layers
 
 # Each format, which is a model type of transformers too -> the model types of its sources.
 SOURCES = {"ministral": ("llama", "mistral"), "qwen3": ("qwen3",), "qwen2": ("qwen2",)}
-CLASSES = {"ministral": "MinistralForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 MECHANISM = "window"
 PRECISE = ()
 ASK = "--to window --set sink=0"
@@ -47,15 +46,13 @@ def config_of(config: Any) -> dict[str, Any]:
     form, rope = form_of(text), layers.rope_of(text)
     written = {
         **layers.tokens_of(text),
-        "architectures": [CLASSES[form]],
+        "architectures": [f"{form.capitalize()}ForCausalLM"],
         "model_type": form,
         "hidden_act": "silu",
         "head_dim": layers.head_dim(text),
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
-        "layer_types": [
-            "sliding_attention" if n in linear else "full_attention" for n in range(text.num_hidden_layers)
-        ],
+        "layer_types": [f"{'sliding' if n in linear else 'full'}_attention" for n in range(text.num_hidden_layers)],
         "sliding_window": next(iter(linear.values()))["options"]["window"],
         "dtype": str(text.dtype).removeprefix("torch."),
     }
