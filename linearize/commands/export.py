@@ -18,7 +18,11 @@ def export(
     model: Converted,
     to: Annotated[str, typer.Option("--to", help="Format of a graph: onnx.")] = "onnx",
     form: Annotated[
-        str | None, typer.Option("--as", help="What engines know: qwen3_5, granitemoehybrid, or auto; gguf, gguf-q8_0.")
+        str | None,
+        typer.Option(
+            "--as",
+            help="What engines know: qwen3_5, granitemoehybrid, ministral, qwen3, qwen2, or auto; gguf, gguf-q8_0.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="New folder. Default: ./NAME-FORMAT.", parser=path)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import layers
 
-SOURCES = ("llama", "mistral", "qwen2")
+SOURCES, MECHANISM = {"granitemoehybrid": ("llama", "mistral", "qwen2")}, "mamba2"
 PRECISE = ("A_log", "dt_bias", "mamba.D", "norm.weight", "layernorm.weight")
 ASK = "--to mamba2"
 
@@ -25,7 +25,9 @@ ASK = "--to mamba2"
 def obstacles(config: Any) -> list[str]:
     """Why a converted model is not exact in this format."""
     text = config.get_text_config()
-    found = layers.layer_obstacles(config, "mamba2", {"eps": text.rms_norm_eps}, f"{ASK} --set eps={text.rms_norm_eps}")
+    found = layers.layer_obstacles(
+        config, MECHANISM, {"eps": text.rms_norm_eps}, f"{ASK} --set eps={text.rms_norm_eps}"
+    )
     found += layers.common_obstacles(text)
     if getattr(text, "mlp_bias", False):
         found.append("biases of the MLP (mlp_bias)")

@@ -35,7 +35,7 @@ def layer_obstacles(config: Any, mechanism: str, options: dict[str, Any], ask: s
     for number, layer in linear.items():
         name, site, own = layer["mechanism"], layer["site"], layer["options"]
         wrong = [f"{option}={own.get(option)}" for option, value in options.items() if own.get(option) != value]
-        if name == "window":
+        if name == "window" and mechanism != name:
             found.append((f"softmax over a window of {own['window']} tokens, which the format does not know", number))
         elif name != mechanism:
             found.append((f"{name}, and the format holds {mechanism} alone (convert with {ask})", number))

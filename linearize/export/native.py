@@ -21,17 +21,21 @@ from ..checkpoint.atomic import output_folder
 from ..errors import Exit, LinearizeError, check_choice
 from ..train.save import load_converted
 from ..verify.tolerances import NATIVE
-from . import granitemoehybrid, qwen3_5, to_gguf
+from . import granitemoehybrid, qwen3_5, to_gguf, windows
 from .to_onnx import open_converted, proof_rows, silent
 
 # The largest shard that is written.
 SHARD = 5 * 10**9
+# Tokens of a proof's row, at most, which goes beyond a window.
+LONGEST = 4096
 
 
 class Format(NamedTuple):
-    """A format: the model types of the sources that it can represent, and the functions of its file."""
+    """A format: the mechanism of its linear layers, the model types of the sources that it can represent, and the
+    functions of its file."""
 
     name: str
+    mechanism: str
     sources: tuple[str, ...]
     # (config of the converted model) -> why it does not fit, each reason with its layers.
     obstacles: Callable[[Any], list[str]]
@@ -43,10 +47,11 @@ class Format(NamedTuple):
     precise: tuple[str, ...]
 
 
-FILES = {"qwen3_5": qwen3_5, "granitemoehybrid": granitemoehybrid}
+FILES = (qwen3_5, granitemoehybrid, windows)
 FORMATS = {
-    name: Format(name, file.SOURCES, file.obstacles, file.config_of, file.fold, file.PRECISE)
-    for name, file in FILES.items()
+    name: Format(name, file.MECHANISM, sources, file.obstacles, file.config_of, file.fold, file.PRECISE)
+    for file in FILES
+    for name, sources in file.SOURCES.items()
 }
 CHOICES = (*FORMATS, "auto", *to_gguf.FORMS)
 
@@ -83,7 +88,7 @@ def export_native(
     with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
         tensors = chosen.fold(config, weights)
         (work / "config.json").write_text(json.dumps(written, indent=2) + "\n", "utf-8")
-        rows = proof_rows(config.get_text_config())
+        rows = proof_rows(config.get_text_config(), LONGEST)
         expected = [loaded(input_ids=row[None], use_cache=False).logits[0] for row in rows]
         prove(work, tensors, rows, expected)
         del loaded, weights
@@ -108,21 +113,24 @@ def export_native(
 
 
 def choose(form: str, config: Any, name: str) -> Format:
-    """The format for a model. Raises LinearizeError (exit 3), naming all that is not exact, where it does not fit."""
+    """The format for a model, `auto` by its softmax layers and the mechanism of most others. Raises LinearizeError
+    (exit 3), naming all that is not exact, where it does not fit."""
     model_type = config.get_text_config().model_type
+    found = [layer["mechanism"] for layer in config.linearize["layers"]]
     fitting = [one for one in FORMATS.values() if model_type in one.sources]
+    fitting.sort(key=lambda one: -found.count(one.mechanism))
     if form == "auto" and not fitting:
         known = "; ".join(f"{one.name} holds {', '.join(one.sources)}" for one in FORMATS.values())
         message = f"{name} is a {model_type}, and no format holds its softmax layers exactly: {known}"
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     chosen = fitting[0] if form == "auto" else FORMATS[form]
-    found = chosen.obstacles(config)
+    wrong = chosen.obstacles(config)
     if model_type not in chosen.sources:
         other = f". For this one: --as {fitting[0].name}" if fitting else ""
         held = ", ".join(chosen.sources)
-        found.insert(0, f"it holds softmax layers of {held} alone, and this is a {model_type}{other}")
-    if found:
-        raise LinearizeError(f"{name} is not exact as {chosen.name}: {'; '.join(found)}", Exit.INCOMPATIBLE)
+        wrong.insert(0, f"it holds softmax layers of {held} alone, and this is a {model_type}{other}")
+    if wrong:
+        raise LinearizeError(f"{name} is not exact as {chosen.name}: {'; '.join(wrong)}", Exit.INCOMPATIBLE)
     return chosen
 
 
@@ -212,7 +220,8 @@ class Engine(NamedTuple):
 
 def engines_for(form: str, config: dict[str, Any]) -> tuple[Engine, ...]:
     """What engines make of a config.json that was written."""
-    return (qwen3_5_engines if form == "qwen3_5" else granite_engines)(config.get("text_config", config))
+    known = {"qwen3_5": qwen3_5_engines, "granitemoehybrid": granite_engines}
+    return known.get(form, window_engines)(config.get("text_config", config))
 
 
 def qwen3_5_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
@@ -260,6 +269,27 @@ def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     )
 
 
+def window_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
+    """Windows: an engine whose class does not read `layer_types` computes softmax over all tokens, without an error."""
+    form, rope = config["model_type"], config["rope_parameters"].get("rope_type", "default")
+    untried = [] if rope in ("default", "llama3", "yarn") else [f"nobody tried its {rope} rotary embedding"]
+    own = 'with --hf-overrides \'{"architectures": ["LlamaForCausalLM"]}\' its own class, else that of transformers'
+    vllm = own if form == "ministral" else "with --model-impl transformers, for its own class stops"
+    blind = f"its {form} knows no windows, and computes others without an error"
+    mlx = [blind] if form != "ministral" else []
+    mlx += [] if "full_attention" in config["layer_types"] else ["its class wants a layer that keeps softmax"]
+    copy = "in a copy with model_type llama in config.json, which no other engine should read"
+    cpp = "export it --as gguf" if rope in ("default", "llama3") else f"gguf has no place for {rope} scaling"
+    norms = "no architecture of it has norms of q and k beside windows in some layers"
+    return (
+        Engine("transformers", True, "5.17 and later"),
+        Engine("vLLM", True, "; ".join(["0.32 and later", vllm, *untried])),
+        Engine("SGLang", False, "nobody tried it"),
+        Engine("MLX", not mlx, "; ".join(mlx or [copy, *untried])),
+        Engine("llama.cpp", False, norms if form == "qwen3" else cpp),
+    )
+
+
 def compared(model: Any, folder: Path, form: str, config: dict[str, Any], rows: list[Tensor]) -> dict[str, float]:
     """How far engines that are installed and take the model in `folder` are from transformers' `model` of it, in fp32,
     on `rows` of tokens: the largest difference over the largest logit, in one pass and token by token."""
@@ -281,7 +311,9 @@ def mlx_logits(folder: Path, row: Tensor) -> tuple[Tensor, Tensor]:
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    # As in a copy that docs/native.md makes.
+    model, _ = load_model(folder, model_config={"model_type": "llama"} if config["model_type"] == "ministral" else None)
     model.set_dtype(mx.float32)
 
     def tensor(logits: Any) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import layers
 
-SOURCES = ("qwen3",)
+SOURCES, MECHANISM = {"qwen3_5": ("qwen3",)}, "gdn"
 PRECISE = ("A_log", "dt_bias", "norm.weight", "layernorm.weight")
 ASK = "--to gdn --set native=true"
 
@@ -27,7 +27,7 @@ ASK = "--to gdn --set native=true"
 def obstacles(config: Any) -> list[str]:
     """Why a converted model is not exact in this format."""
     text = config.get_text_config()
-    found = layers.layer_obstacles(config, "gdn", {"native": True}, ASK) + layers.common_obstacles(text)
+    found = layers.layer_obstacles(config, MECHANISM, {"native": True}, ASK) + layers.common_obstacles(text)
     if getattr(text, "attention_bias", False):
         found.append("biases of q, k and v (attention_bias): vLLM and SGLang do not read them")
     if text.rms_norm_eps != 1e-6:

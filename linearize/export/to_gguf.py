@@ -3,7 +3,7 @@
 llama.cpp knows Qwen3.5 as it is. Of Granite's hybrids it knows those whose linear layers are twice as wide as the
 model, as they are with two memories a head. With one, value channels stand twice, of which the output projection reads
 the first, and a norm over both is that of one. Its kernels of the scan for CUDA, Vulkan and SYCL have states of 128 and
-256, so keys and queries get channels of zero.
+256, so keys and queries get channels of zero. Windows in some layers are in its Granite-SWA, whose sinks get no weight.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def check(form: str, config: dict[str, Any], folder: Path, name: str) -> None:
     `folder`; 4 without the package gguf."""
     text, found = config.get("text_config", config), []
     rope = text["rope_parameters"].get("rope_type", "default")
-    if rope not in ("default", "llama3")[: 1 + (form == "granitemoehybrid")]:
+    if form == "qwen3":
+        found.append("norms of q and k: no architecture of llama.cpp has them beside windows in some layers")
+    if rope not in ("default", "llama3")[: 1 + (form != "qwen3_5")]:
         found.append(f"{rope} scaling of the rotary embedding")
     if form == "qwen3_5" and text["linear_value_head_dim"] != text["linear_key_head_dim"]:
         found.append("heads whose values and keys differ in size")
@@ -69,7 +71,8 @@ def write(
     import gguf
 
     text = config.get("text_config", config)
-    architecture, metadata, found = (of_qwen3_5 if form == "qwen3_5" else of_granite)(text, tensors)
+    known = {"qwen3_5": of_qwen3_5, "granitemoehybrid": of_granite}
+    architecture, metadata, found = known.get(form, of_windows)(text, tensors)
     writer = gguf.GGUFWriter(path, architecture)
     D, rope = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"], text["rope_parameters"]
     name = TYPES[dtype or text["dtype"]]
@@ -201,14 +204,38 @@ def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
         elif name.endswith("mamba.norm.weight"):
             y = widened(x).unflatten(0, (H, copies * V))
         elif name.endswith(("q_proj.weight", "k_proj.weight")):
-            size = config["hidden_size"] // config["num_attention_heads"]
-            y = x.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
+            y = paired(x, config["hidden_size"] // config["num_attention_heads"])
         else:
             y = -x.exp()[:, None] if name.endswith("A_log") else x[:, None] if name.endswith("mamba.D") else x
         found[renamed(name, own)] = y
     if rope.get("rope_type", "default") == "llama3":
         found["rope_freqs.weight"] = llama3_factors(rope, config["hidden_size"] // config["num_attention_heads"])
     return "granitehybrid", metadata, found
+
+
+def of_windows(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """llama.cpp's name, metadata and tensors: q and k for rotation in pairs, and sinks of which nothing is left."""
+    D, H, rope = config["head_dim"], config["num_attention_heads"], config["rope_parameters"]
+    metadata = {
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config["layer_types"]],
+        "logit_scale": 1.0,
+    }
+    own = {"post_attention_layernorm.weight": "ffn_norm.weight"}
+    own |= {f"mlp.{x}_proj.weight": f"ffn_{x}.weight" for x in ("gate", "up", "down")}
+    own |= {f"self_attn.{x}_proj.bias": f"attn_{x}.bias" for x in "qkv"}
+    turned = tuple(f"{x}_proj.{kind}" for x in "qk" for kind in ("weight", "bias"))
+    found = {renamed(name, own): paired(x, D) if name.endswith(turned) else x for name, x in weights.items()}
+    found |= {f"blk.{n}.attn_sinks.weight": torch.full((H,), -1e9) for n in range(config["num_hidden_layers"])}
+    if rope.get("rope_type", "default") == "llama3":
+        found["rope_freqs.weight"] = llama3_factors(rope, D)
+    return "granite_swa", metadata, found
+
+
+def paired(x: Tensor, D: int) -> Tensor:
+    """Rows of heads of D, with the two channels that turn together side by side, as llama.cpp turns those of Llama."""
+    return x.unflatten(0, (-1, 2, D // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def llama3_factors(rope: dict[str, Any], D: int) -> Tensor:

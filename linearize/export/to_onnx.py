@@ -25,7 +25,7 @@ from ..errors import Exit, LinearizeError, os_error, quoted, reason_of
 from ..plan.plan import Plan
 from ..probe.trace import quiet
 from ..train.save import load_converted
-from ..verify.child.inputs import proof_length
+from ..verify.child.inputs import LONGEST, proof_length
 from ..verify.tolerances import ONNX
 from .graph import EXPORTED, OneGraph, write
 
@@ -147,11 +147,11 @@ def silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def proof_rows(config: Any) -> list[Tensor]:
+def proof_rows(config: Any, longest: int = LONGEST) -> list[Tensor]:
     """Random tokens [T] of a short row, and of a longer one that goes beyond the first tokens and the window of each
-    linear layer, as far as the model has positions."""
+    linear layer, as far as `longest` and the positions of the model."""
     generator = torch.Generator().manual_seed(0)
-    lengths = (SHORT, proof_length(config, LONG, STEPS))
+    lengths = (SHORT, proof_length(config, LONG, STEPS, longest))
     return [torch.randint(config.vocab_size, (tokens + STEPS,), generator=generator) for tokens in lengths]
 
 

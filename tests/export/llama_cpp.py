@@ -10,6 +10,7 @@ that has all of it, such as the package xllamacpp; FOLDER a converted model. Nee
 from __future__ import annotations
 
 import ctypes
+import json
 import shutil
 import sys
 import tempfile
@@ -160,6 +161,9 @@ def main(libraries: str, *folders: str) -> int:
             given = folder
             if (folder / "tokenizer.json").exists() and pre_tokenizer(folder) is None:  # the demo's: left out
                 given = Path(shutil.copytree(folder, f"{place}/bare", ignore=shutil.ignore_patterns("tokenizer*")))
+                listed = json.loads((given / "linearize.json").read_text())
+                listed["files"] = [name for name in listed["files"] if not name.startswith("tokenizer")]
+                (given / "linearize.json").write_text(json.dumps(listed))
             for form in ("gguf", "gguf-q8_0"):
                 path = export_native(str(given), form, Path(place) / form).folder / "model.gguf"
                 computed = logits_of(llama, path, rows, V)

@@ -29,6 +29,7 @@ from linearize.serve.folder import layers_of
 QWEN = ("qwen3", "gdn", {"native": True})
 LLAMA = ("llama", "mamba2", {})
 WIDE = ("llama", "mamba2", {"memories": 2, "maps": True})
+WINDOW = ("llama", "window", {"window": 8, "sink": 0})
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -38,15 +39,16 @@ Kind = tuple[str, str, dict[str, Any]]
 
 
 def converted(folder: Path, kind: Kind, keep: str, dtype: str = "keep", **changes: Any) -> Path:
-    """A converted model whose mixers are as if they were trained: no weight is what a conversion starts with."""
+    """A converted model whose mixers are as if they were trained: no weight is what a conversion starts with. Those of
+    the window have none."""
     name, mechanism, options = kind
     source = save_source(folder / "source", name, **changes)
     plan = plan_conversion(str(source), mechanism, keep_softmax=keep, options=options, dtype=dtype)
     convert(*plan, folder / "linear", level="none", say=lambda text: None)
-    shard = folder / "linear" / "model-mixers.safetensors"
     torch.manual_seed(5)
-    trained = {key: x + (0.3 * torch.randn(x.shape)).to(x.dtype) for key, x in load_file(shard).items()}
-    save_file(trained, shard, metadata={"format": "pt"})
+    for shard in (folder / "linear").glob("model-mixers.safetensors"):
+        trained = {key: x + (0.3 * torch.randn(x.shape)).to(x.dtype) for key, x in load_file(shard).items()}
+        save_file(trained, shard, metadata={"format": "pt"})
     return folder / "linear"
 
 
@@ -80,12 +82,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("llama"), LLAMA)
 
 
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("window"), WINDOW)
+
+
 @pytest.mark.parametrize(
     ("kind", "keep", "changes"),
     [
         (QWEN, "3", {"tie_word_embeddings": True}),
         (LLAMA, "1", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
         (WIDE, "1", {}),
+        (WINDOW, "0,3", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+        (("qwen3", *WINDOW[1:]), "1", {"attention_bias": True}),
+        pytest.param(("qwen2", *WINDOW[1:]), "0,2", {}, marks=pytest.mark.slow),
+        pytest.param(("mistral", *WINDOW[1:]), "2", {"sliding_window": None, "head_dim": 16}, marks=pytest.mark.slow),
+        pytest.param(WINDOW, "", {}, marks=pytest.mark.slow),
+        pytest.param(WINDOW, "1", {"rope_parameters": YARN}, marks=pytest.mark.slow),
         pytest.param(QWEN, "0,1", {}, marks=pytest.mark.slow),
         pytest.param(("qwen3", "gdn", {"native": True, "taps": 1}), "3", {}, marks=pytest.mark.slow),
         pytest.param(LLAMA, "0,2,3", {"num_key_value_heads": 1}, marks=pytest.mark.slow),
@@ -99,6 +112,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
         "qwen3 tied",
         "llama3 rope",
         "two memories",
+        "window, llama3 rope",
+        "window, qwen3 with biases",
+        "window, qwen2",
+        "window, mistral with wide heads",
+        "window, no softmax layer",
+        "window, yarn",
         "qwen3 irregular",
         "qwen3 without taps",
         "one key head",
@@ -245,6 +264,51 @@ def test_multipliers_and_positions_of_granite_are_llamas(llama: Made, name: str,
         llama.check({**llama.config, name: value})
 
 
+@pytest.mark.parametrize(
+    "trap",
+    [
+        {"model_type": "llama"},  # transformers' own reads no `layer_types`
+        {"sliding_window": 7},
+        {"sliding_window": 9},
+        {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
+    ],
+)
+def test_no_trap_of_windows_passes_the_proof(window: Made, trap: dict[str, Any]) -> None:
+    window.check()
+    with pytest.raises(LinearizeError, match=r"computes.*logits"):
+        window.check({**window.config, **trap})
+
+
+def test_a_window_is_proved_by_rows_that_are_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """230 tokens, more than the rows of other proofs have."""
+    linear = converted(tmp_path, ("llama", "window", {"window": 230, "sink": 0}), "3")
+    form = FORMATS["ministral"]
+    longer = form._replace(config=lambda config: {**form.config(config), "sliding_window": 231})
+    monkeypatch.setitem(FORMATS, "ministral", longer)
+    with pytest.raises(LinearizeError, match=r"computes.*logits"):
+        export_native(str(linear), "auto", tmp_path / "out")
+
+
+def test_engines_that_know_no_windows_are_named(window: Made, tmp_path: Path) -> None:
+    """Without an error of theirs, so the list has to say it; vLLM's own Qwen3 stops at `max_window_layers`."""
+    named = {engine.name: engine for engine in engines_for("ministral", window.config)}
+    assert "LlamaForCausalLM" in named["vLLM"].note
+    assert "model_type llama" in named["MLX"].note
+    unkept = {**window.config, "layer_types": ["sliding_attention"] * 4}
+    assert not {engine.name: engine for engine in engines_for("ministral", unkept)}["MLX"].takes
+    scaled = {**window.config, "rope_parameters": {"rope_type": "dynamic"}}
+    assert all("dynamic" in e.note for e in engines_for("ministral", scaled) if e.name in ("vLLM", "MLX", "llama.cpp"))
+    made = Made(tmp_path, ("qwen3", *WINDOW[1:]))
+    assert made.config["max_window_layers"] != made.config["num_hidden_layers"]
+    named = {engine.name: engine for engine in engines_for("qwen3", made.config)}
+    assert (named["vLLM"].takes, "--model-impl transformers" in named["vLLM"].note) == (True, True)
+    assert not named["MLX"].takes
+    made.check()  # writes the config
+    native.save(made.folder, made.tensors, "float32", ())
+    for logits in mlx_logits(made.folder, made.rows[0]):
+        assert float((logits - made.expected[0]).abs().max() / made.expected[0].abs().max()) > 0.01
+
+
 def test_mlx_normalises_all_groups_together_and_is_refused(llama: Made) -> None:
     """Without an error, so the list of engines has to say it."""
     named = {engine.name: engine for engine in engines_for("granitemoehybrid", llama.config)}
@@ -359,6 +423,22 @@ def test_gguf_of_two_memories_is_as_wide_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(found["blk.0.ssm_in.weight"][:128], ours[f"{layer}in_proj.weight"][:128])
 
 
+def test_gguf_of_windows_has_its_weights_and_no_sinks(tmp_path: Path) -> None:
+    made = Made(tmp_path, ("qwen2", *WINDOW[1:]))
+    known, found = gguf_of(made, tmp_path, rope_parameters=LLAMA3)
+    assert known["general.architecture"] == "granite_swa"
+    assert known["granite_swa.attention.sliding_window"] == 8
+    assert known["granite_swa.attention.sliding_window_pattern"] == [True, True, True, False]
+    assert known["granite_swa.logit_scale"] == 1.0  # llama.cpp insists on it
+    assert "rope_freqs.weight" in found
+    layer = "model.layers.0.self_attn."
+    for kind, rest in {"weight": (32,), "bias": ()}.items():
+        paired = made.tensors[f"{layer}q_proj.{kind}"].view(4, 2, 4, *rest).transpose(1, 2)
+        assert torch.equal(found[f"blk.0.attn_q.{kind}"], paired.reshape(32, *rest))
+        assert torch.equal(found[f"blk.0.attn_v.{kind}"], made.tensors[f"{layer}v_proj.{kind}"])
+    assert all(float(found[f"blk.{n}.attn_sinks.weight"].exp().max()) == 0.0 for n in range(4))
+
+
 @pytest.mark.parametrize(("form", "error"), [("gguf", 2**-8), ("gguf-q8_0", 2**-6)])
 def test_gguf_rounds_matrices_alone(qwen: Made, tmp_path: Path, form: str, error: float) -> None:
     _, exact = gguf_of(qwen, tmp_path)
@@ -436,6 +516,13 @@ def test_what_llama_cpp_does_not_hold_is_named(
         to_gguf.check("granitemoehybrid", {**llama.config, **changes}, tmp_path, "it")
 
 
+def test_windows_that_llama_cpp_does_not_hold_are_named(window: Made, tmp_path: Path) -> None:
+    with pytest.raises(LinearizeError, match=r"norms of q and k.*windows"):
+        to_gguf.check("qwen3", window.config, tmp_path, "it")
+    with pytest.raises(LinearizeError, match="yarn scaling"):
+        to_gguf.check("ministral", {**window.config, "rope_parameters": YARN}, tmp_path, "it")
+
+
 def test_without_the_package_gguf_its_name_is_told(
     llama: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +582,42 @@ def test_what_granite_does_not_hold_is_named(llama: Made, changes: dict[str, Any
         native.choose("granitemoehybrid", config_of(llama, **changes), "it")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mechanism": "gsa"}, r"0.*gsa.*window.*--to.*window.*--set.*sink=0"),
+        ({"sink": 4}, r"0.*window.*sink=4.*--set.*sink=0"),
+        ({"window": 4}, r"windows.*4, 8"),
+        ({"softmax_groups": [1]}, r"0.*\[1\].*softmax"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"sliding_window": 16}, r"softmax.*16"),
+    ],
+)
+def test_what_windows_do_not_hold_is_named(window: Made, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LinearizeError, match=message) as refused:
+        native.choose("auto", config_of(window, **changes), "it")
+    assert refused.value.code == Exit.INCOMPATIBLE
+
+
+def test_the_mechanism_and_the_softmax_choose_a_format(window: Made, llama: Made, qwen: Made) -> None:
+    assert native.choose("auto", window.model.config, "it").name == "ministral"
+    assert native.choose("auto", llama.model.config, "it").name == "granitemoehybrid"
+    with pytest.raises(LinearizeError, match=r"granitemoehybrid.*2.*window"):
+        native.choose("granitemoehybrid", window.model.config, "it")
+    other = config_of(window)
+    for source, name in {"mistral": "ministral", "qwen2": "qwen2", "qwen3": "qwen3"}.items():
+        other.model_type = source
+        assert native.choose("auto", other, "it").name == name
+    with pytest.raises(LinearizeError, match=r"ministral.*qwen3.*--as.*qwen3"):
+        native.choose("ministral", other, "it")
+    mixed = config_of(llama, mechanism="window")
+    mixed.linearize["layers"][0]["options"]["window"] = 8
+    with pytest.raises(LinearizeError, match=r"granitemoehybrid.*0.*window.*8"):
+        native.choose("auto", mixed, "it")
+
+
 @pytest.mark.parametrize("made", ["qwen", "llama"])
 def test_a_model_without_softmax_is_refused(made: str, request: pytest.FixtureRequest) -> None:
     """transformers' classes do not decode then: their cache has no length."""
@@ -523,7 +646,7 @@ def test_formats_and_folders_that_are_not_there_are_told(qwen: Made, tmp_path: P
         export_native(str(qwen.folder / "source"), "auto", tmp_path / "out")
     with pytest.raises(LinearizeError, match=r"separate.*folders"):
         export_native(str(qwen.linear), "auto", qwen.linear / "out")
-    assert {*FORMATS} == {"qwen3_5", "granitemoehybrid"}
+    assert {*FORMATS} == {"qwen3_5", "granitemoehybrid", "ministral", "qwen3", "qwen2"}
 
 
 @pytest.mark.parametrize("how", [("--as", "gguf"), ("--to", "onnx")])

@@ -138,6 +138,28 @@ def test_vllms_own_class_writes_what_an_export_computes(
         assert differences(write(llm, prompts, NEW), expected(model, prompts, NEW), 1e-4) == []
 
 
+def test_vllm_writes_what_windows_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without our plugin and without trust, in transformers' class and in its own. The first changes that class for the
+    whole process, so the models that other tests use are left out here."""
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    folder, prompts = converted(tmp_path, alike("llama", "window", keep=(1,), window=16, sink=0)), prompts_of(LENGTHS)
+    out, references = tmp_path / "out", expected(load(folder), prompts, NEW)
+    native.export_native(str(folder), "auto", out)
+    own = {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}
+    for kind, settings in {"TransformersForCausalLM": {}, "LlamaForCausalLM": own}.items():
+        with engine(out, trust_remote_code=False, **settings, **CHUNK) as llm:
+            assert type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model).__name__ == kind
+            assert differences(write(llm, prompts, NEW), references, 1e-5) == []
+
+
+def test_vllms_own_qwen3_stops_at_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    folder = converted(tmp_path, alike("qwen3", "window", keep=(1,), window=16, sink=0))
+    native.export_native(str(folder), "auto", tmp_path / "out")
+    with pytest.raises(AssertionError, match="max_window_layers"), engine(tmp_path / "out", trust_remote_code=False):
+        pass
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model, a trained one with a tokenizer, as a hybrid of kept layers and kept heads."""

@@ -106,11 +106,11 @@ def reach_of(config: Any) -> int:
     return max((one.get("window", 0) + one.get("sink", 0) for one in options), default=0)
 
 
-def proof_length(config: Any, least: int, steps: int) -> int:
+def proof_length(config: Any, least: int, steps: int, longest: int = LONGEST) -> int:
     """How many tokens a prompt has that proves decoding, `steps` following it: `least`, or enough that tokens have left
-    every window, up to LONGEST and the positions of the model."""
-    places = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST + steps
-    return int(max(1, min(max(least, reach_of(config) + 3), LONGEST, places - steps)))
+    every window, up to `longest` and the positions of the model."""
+    places = getattr(config.get_text_config(), "max_position_embeddings", None) or longest + steps
+    return int(max(1, min(max(least, reach_of(config) + 3), longest, places - steps)))
 
 
 def make_tokens(model: Any, B: int, T: int) -> Tensor:
