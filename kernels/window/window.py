@@ -48,6 +48,8 @@ from .step import pool_op, step_op
 BLOCK, SHORT, SCORES = 256, 32, 2**26
 # From, to, and how many: the theta that calibration tries; a log Z may be as large as that.
 THETAS = (-8.0, 24.0, 129)
+# The sinks that calibration tries, beside the mean log Z of their head.
+SINKS = (-12.0, 12.0, 97)
 
 
 class Ring(NamedTuple):
@@ -630,6 +632,9 @@ class SinkWindow(Mixer):
     new parameters. It computes what softmax does as long as a text has at most S + W tokens.
 
     `--kept-window` makes kept softmax layers this, so that their memory does not grow (arXiv 2309.17453).
+
+    With `sink_logit` each head has a learned number s in its denominator, which takes the weight that the first tokens
+    had (gpt-oss, arXiv 2508.10925, and Granite-SWA have it): o = sum_i e^{c q.k_i} v_i / (e^s + sum_i e^{c q.k_i}).
     """
 
     title = "Exact softmax over the last tokens and the first ones"
@@ -638,8 +643,11 @@ class SinkWindow(Mixer):
     about = {
         "window": "softmax over this many last tokens",
         "sink": "softmax also over this many first tokens of each document",
+        "sink_logit": "a learned number of each head in its softmax's denominator; finetune fits it to the teacher",
     }
     pools = True
+    in_fp32 = ("sinks",)
+    sinks: Tensor | None
 
     def __init__(
         self,
@@ -647,19 +655,52 @@ class SinkWindow(Mixer):
         *,
         window: Annotated[int, Bounds(1, 65536)] = 1024,
         sink: Annotated[int, Bounds(0, 1024)] = 4,
+        sink_logit: bool = False,
     ) -> None:
         super().__init__(site)
         self.window, self.sink = window, sink
+        self.register_parameter("sinks", nn.Parameter(torch.empty(site.heads)) if sink_logit else None)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """0, as Granite-SWA begins, until `calibrate` fits them."""
+        if self.sinks is not None:
+            init.zeros_(self.sinks)
+
+    @torch.no_grad()
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None,
+        gates: Any = None,
+    ) -> None:  # fmt: skip
+        """Each head's sink becomes the one with which its output is nearest to the teacher's."""
+        if self.sinks is None:
+            return
+        near, mass, _ = self._attend(q, k, v, TokenLayout() if layout is None else layout, None)
+        near, target, center = near.float(), o_teacher.float(), mass.mean((0, 1))
+        square, product = near.square().sum(-1), (near * target).sum(-1)
+        sinks = center + torch.linspace(*SINKS, device=q.device)[:, None]  # [N,H]
+        kept = (torch.sigmoid(mass - sink) for sink in sinks)
+        # ||y near - target||^2, but for what depends on the target alone
+        errors = torch.stack([(y * (y * square - 2.0 * product)).sum((0, 1)) for y in kept])
+        self.sinks.copy_(sinks.gather(0, errors.argmin(0)[None])[0])
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
+        o, mass, state = self._attend(q, k, v, layout, state)
+        if self.sinks is not None:
+            o = o * torch.sigmoid(mass - self.sinks.float())[..., None].to(o.dtype)
+        return o, state
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        """`window` of these options."""
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
         places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
         places["cu_seqlens"] = layout.cu_seqlens
         places["places"] = layout.places
         # Autocast would round the scores to half precision.
         with full_precision(q.device):
-            o, _, state = window(q, k, v, **sizes, **places, state=state)
-        return o, state
+            return window(q, k, v, **sizes, **places, state=state)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         row = self.site.kv_heads * (self.site.key_dim + self.site.value_dim) * item

@@ -117,7 +117,12 @@ def choose(form: str, config: Any, name: str) -> Format:
     (exit 3), naming all that is not exact, where it does not fit."""
     model_type = config.get_text_config().model_type
     found = [layer["mechanism"] for layer in config.linearize["layers"]]
-    fitting = [one for one in FORMATS.values() if model_type in one.sources]
+    own = windows.form_of(config)
+    fitting = [
+        one
+        for one in FORMATS.values()
+        if model_type in one.sources and one.name in ({*FORMATS} - {*windows.SOURCES}) | {own}
+    ]
     fitting.sort(key=lambda one: -found.count(one.mechanism))
     if form == "auto" and not fitting:
         known = "; ".join(f"{one.name} holds {', '.join(one.sources)}" for one in FORMATS.values())
@@ -125,6 +130,8 @@ def choose(form: str, config: Any, name: str) -> Format:
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     chosen = fitting[0] if form == "auto" else FORMATS[form]
     wrong = chosen.obstacles(config)
+    if chosen not in fitting and model_type in chosen.sources:
+        wrong.insert(0, f"its windows {'have' if own == 'granite_swa' else 'have no'} sink_logit: --as {own}")
     if model_type not in chosen.sources:
         other = f". For this one: --as {fitting[0].name}" if fitting else ""
         held = ", ".join(chosen.sources)
@@ -273,16 +280,17 @@ def window_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     """Windows: an engine whose class does not read `layer_types` computes softmax over all tokens, without an error."""
     form, rope = config["model_type"], config["rope_parameters"].get("rope_type", "default")
     untried = [] if rope in ("default", "llama3", "yarn") else [f"nobody tried its {rope} rotary embedding"]
-    own = 'with --hf-overrides \'{"architectures": ["LlamaForCausalLM"]}\' its own class, else that of transformers'
-    vllm = own if form == "ministral" else "with --model-impl transformers, for its own class stops"
+    llama = 'with --hf-overrides \'{"architectures": ["LlamaForCausalLM"]}\' its own class, else that of transformers'
+    vllm = {"ministral": llama, "granite_swa": "its own class"}.get(form)
+    vllm = vllm or "with --model-impl transformers, for its own class stops"
     blind = f"its {form} knows no windows, and computes others without an error"
-    mlx = [blind] if form != "ministral" else []
+    mlx = {"ministral": [], "granite_swa": ["it has no class for it"]}.get(form, [blind])
     mlx += [] if "full_attention" in config["layer_types"] else ["its class wants a layer that keeps softmax"]
     copy = "in a copy with model_type llama in config.json, which no other engine should read"
     cpp = "export it --as gguf" if rope in ("default", "llama3") else f"gguf has no place for {rope} scaling"
     norms = "no architecture of it has norms of q and k beside windows in some layers"
     return (
-        Engine("transformers", True, "5.17 and later"),
+        Engine("transformers", True, "5.24 and later" if form == "granite_swa" else "5.17 and later"),
         Engine("vLLM", True, "; ".join(["0.32 and later", vllm, *untried])),
         Engine("SGLang", False, "nobody tried it"),
         Engine("MLX", not mlx, "; ".join(mlx or [copy, *untried])),

@@ -224,10 +224,11 @@ def of_windows(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
     }
     own = {"post_attention_layernorm.weight": "ffn_norm.weight"}
     own |= {f"mlp.{x}_proj.weight": f"ffn_{x}.weight" for x in ("gate", "up", "down")}
-    own |= {f"self_attn.{x}_proj.bias": f"attn_{x}.bias" for x in "qkv"}
+    own |= {"self_attn.sinks": "attn_sinks.weight"} | {f"self_attn.{x}_proj.bias": f"attn_{x}.bias" for x in "qkv"}
     turned = tuple(f"{x}_proj.{kind}" for x in "qk" for kind in ("weight", "bias"))
     found = {renamed(name, own): paired(x, D) if name.endswith(turned) else x for name, x in weights.items()}
-    found |= {f"blk.{n}.attn_sinks.weight": torch.full((H,), -1e9) for n in range(config["num_hidden_layers"])}
+    for number in range(config["num_hidden_layers"]):
+        found.setdefault(f"blk.{number}.attn_sinks.weight", torch.full((H,), -1e9))
     if rope.get("rope_type", "default") == "llama3":
         found["rope_freqs.weight"] = llama3_factors(rope, D)
     return "granite_swa", metadata, found

@@ -30,6 +30,7 @@ QWEN = ("qwen3", "gdn", {"native": True})
 LLAMA = ("llama", "mamba2", {})
 WIDE = ("llama", "mamba2", {"memories": 2, "maps": True})
 WINDOW = ("llama", "window", {"window": 8, "sink": 0})
+SINKS = ("llama", "window", {"window": 8, "sink": 0, "sink_logit": True})
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -95,6 +96,10 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Made:
         (WIDE, "1", {}),
         (WINDOW, "0,3", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
         (("qwen3", *WINDOW[1:]), "1", {"attention_bias": True}),
+        (SINKS, "0,2", {"tie_word_embeddings": True}),
+        pytest.param(
+            ("mistral", *SINKS[1:]), "1", {"sliding_window": None, "rope_parameters": LLAMA3}, marks=pytest.mark.slow
+        ),
         pytest.param(("qwen2", *WINDOW[1:]), "0,2", {}, marks=pytest.mark.slow),
         pytest.param(("mistral", *WINDOW[1:]), "2", {"sliding_window": None, "head_dim": 16}, marks=pytest.mark.slow),
         pytest.param(WINDOW, "", {}, marks=pytest.mark.slow),
@@ -114,6 +119,8 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Made:
         "two memories",
         "window, llama3 rope",
         "window, qwen3 with biases",
+        "sinks",
+        "sinks, mistral with llama3 rope",
         "window, qwen2",
         "window, mistral with wide heads",
         "window, no softmax layer",
@@ -593,6 +600,8 @@ def test_what_granite_does_not_hold_is_named(llama: Made, changes: dict[str, Any
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"sliding_window": 16}, r"softmax.*16"),
+        ({"sink_logit": True, "head_dim": 4}, r"heads of 4"),
+        ({"sink_logit": True, "sink": 4}, r"0.*window.*sink=4"),
     ],
 )
 def test_what_windows_do_not_hold_is_named(window: Made, changes: dict[str, Any], message: str) -> None:
@@ -612,6 +621,14 @@ def test_the_mechanism_and_the_softmax_choose_a_format(window: Made, llama: Made
         assert native.choose("auto", other, "it").name == name
     with pytest.raises(LinearizeError, match=r"ministral.*qwen3.*--as.*qwen3"):
         native.choose("ministral", other, "it")
+    with pytest.raises(LinearizeError, match=r"no sink_logit.*--as.*ministral"):
+        native.choose("granite_swa", window.model.config, "it")
+    sinks = config_of(window, sink_logit=True)
+    for layer in sinks.linearize["layers"]:
+        layer["options"]["sink_logit"] = True
+    assert native.choose("auto", sinks, "it").name == "granite_swa"
+    with pytest.raises(LinearizeError, match=r"have sink_logit.*--as.*granite_swa"):
+        native.choose("ministral", sinks, "it")
     mixed = config_of(llama, mechanism="window")
     mixed.linearize["layers"][0]["options"]["window"] = 8
     with pytest.raises(LinearizeError, match=r"granitemoehybrid.*0.*window.*8"):
@@ -646,7 +663,7 @@ def test_formats_and_folders_that_are_not_there_are_told(qwen: Made, tmp_path: P
         export_native(str(qwen.folder / "source"), "auto", tmp_path / "out")
     with pytest.raises(LinearizeError, match=r"separate.*folders"):
         export_native(str(qwen.linear), "auto", qwen.linear / "out")
-    assert {*FORMATS} == {"qwen3_5", "granitemoehybrid", "ministral", "qwen3", "qwen2"}
+    assert {*FORMATS} == {"qwen3_5", "granitemoehybrid", "ministral", "granite_swa", "qwen3", "qwen2"}
 
 
 @pytest.mark.parametrize("how", [("--as", "gguf"), ("--to", "onnx")])

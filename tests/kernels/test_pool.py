@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gla, window": ("gla", {"window": 5, "sink": 2, "state_heads": "query"}),
     "gsa, window of several tiles": ("gsa", {"slots": 16, "window": 70, "sink": 9}),
     "window": ("window", {"window": 5, "sink": 2}),
+    "window, sinks": ("window", {"window": 5, "sink": 0, "sink_logit": True}),
     "retnet": ("retnet", {}),
     "retnet, features of both signs": ("retnet", {"feature_map": "hedgehog", "state_heads": "query"}),
     "gdn": ("gdn", {}),

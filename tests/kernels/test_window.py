@@ -18,7 +18,7 @@ from linearize.errors import LinearizeError
 from linearize.plan.mechanisms import build_mixer, load_mechanism, mechanism_names, resolve_options
 from linearize_kernels.layout import TokenLayout, token_layout
 from linearize_kernels.mixer import AttentionSite, option_types
-from linearize_kernels.window.window import Window, window_around
+from linearize_kernels.window.window import SinkWindow, Window, window_around
 from linearize_kernels.window.window import naive_window as definition
 from linearize_kernels.window.window import window as window_attention
 
@@ -386,3 +386,35 @@ def test_the_plan_counts_its_bytes(tmp_path: Any, dtype: str, item: int) -> None
     ring = 13 * site.kv_heads * (site.key_dim + site.value_dim) * item + 8
     assert windowed.state_bytes - plain.state_bytes == ring
     assert windowed.new_parameters - plain.new_parameters == site.heads * (site.hidden + 2)
+
+
+def test_a_sink_takes_its_share_and_calibration_finds_it() -> None:
+    """By definition e^s in the denominator; decoding and packed documents as without it. What calibration sees was made
+    with other sinks, which it finds to a quarter."""
+    site = AttentionSite(0, "a", "self", 12, 4, 2, 8, 8, 8**-0.5, causal=True)
+    torch.manual_seed(0)
+    plain, own = (SinkWindow(site, window=5, sink=0, sink_logit=on).double() for on in (False, True))
+    assert own.sinks is not None
+    q, k, v = (torch.randn(2, 20, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    x, layout = torch.randn(2, 20, 12, dtype=torch.float64), TokenLayout()
+    own.sinks.data = torch.tensor([-1.0, 0.5, 2.0, 40.0], dtype=torch.float64)
+    o, _ = own.mix(q, k, v, x, layout, None)
+    keys, values = (y.repeat_interleave(2, 2) for y in (k, v))
+    for t in range(20):
+        near = slice(max(0, t - 4), t + 1)
+        scores = torch.einsum("bhd,bihd->bhi", q[:, t], keys[:, near]) * site.scale
+        weights = scores.exp() / (own.sinks.exp()[:, None] + scores.exp().sum(-1, keepdim=True))
+        want = torch.einsum("bhi,bihd->bhd", weights, values[:, near])
+        assert torch.allclose(o[:, t], want, rtol=1e-5, atol=1e-7)
+    state, steps = None, []
+    for t in range(20):
+        one, state = own.mix(*(y[:, t : t + 1] for y in (q, k, v, x)), layout, state)
+        steps.append(one)
+    assert torch.allclose(torch.cat(steps, 1), o, rtol=1e-5, atol=1e-7)
+    own.reset_parameters()
+    assert own.sinks.abs().sum() == 0
+    own.calibrate(q, k, v, x, o, o)
+    assert torch.allclose(own.sinks[:3], torch.tensor([-1.0, 0.5, 2.0], dtype=torch.float64), atol=0.13)
+    alone = plain.mix(q, k, v, x, layout, None)[0]
+    own.calibrate(q, k, v, x, o, alone)
+    assert float((own.mix(q, k, v, x, layout, None)[0] - alone).norm() / alone.norm()) < 1e-3

@@ -29,6 +29,7 @@ SITE = AttentionSite(0, "a", "self", 12, 4, 2, 8, 6, 8**-0.5, causal=True)
 CAUSAL = [name for name in mechanism_names() if load_mechanism(name).causal]
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in CAUSAL]
 CASES += [("gla", {"window": 4, "sink": 2}), ("gdn", {"faithful": True}), ("sla", {"base": "gdn", "window": 3})]
+CASES += [("window", {"window": 4, "sink": 0, "sink_logit": True})]
 CASES += [("mhla", {"faithful": True}), ("gsa", {"decay": "none", "slots": 5}), ("gsa", {"read": "relu", "slots": 5})]
 # gdn makes its features in float32, whatever the dtype.
 LIMIT = TOLERANCE[torch.float32]

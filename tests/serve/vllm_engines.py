@@ -152,6 +152,19 @@ def test_vllm_writes_what_windows_compute(tmp_path: Path, monkeypatch: pytest.Mo
             assert differences(write(llm, prompts, NEW), references, 1e-5) == []
 
 
+def test_vllm_writes_what_windows_with_sinks_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own Granite-SWA."""
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    made = alike("llama", "window", keep=(1,), window=16, sink=0, sink_logit=True)
+    folder, prompts = converted(tmp_path, made), prompts_of(LENGTHS)
+    native.export_native(str(folder), "auto", tmp_path / "out")
+    with engine(tmp_path / "out", trust_remote_code=False, **CHUNK) as llm:
+        assert (
+            type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model).__name__ == "GraniteForCausalLM"
+        )
+        assert differences(write(llm, prompts, NEW), expected(load(folder), prompts, NEW), 1e-5) == []
+
+
 def test_vllms_own_qwen3_stops_at_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "")
     folder = converted(tmp_path, alike("qwen3", "window", keep=(1,), window=16, sink=0))
