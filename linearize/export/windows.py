@@ -2,8 +2,8 @@
 
 No weight changes. Llama and Mistral become Ministral, which is Llama with `layer_types`: transformers' own Llama does
 not read them, so no config says `llama`. With `sink_logit` they become Granite-SWA, whose softmax has such a number for
-each head, in all layers; kept ones get one that takes no weight. Qwen2 and Qwen3 read `layer_types`. A window counts its
-own token here and there.
+each head, in all layers; kept ones get one that takes no weight. Qwen2 and Qwen3 read `layer_types`. A window counts
+its own token here and there.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ def obstacles(config: Any) -> list[str]:
         found.append(f"windows of {', '.join(map(str, sorted(sizes)))} tokens: the format has one size")
     if form in ("ministral", "granite_swa") and getattr(text, "attention_bias", False):
         found.append("biases of q, k, v and o (attention_bias)")
-    if form == "granite_swa" and layers.head_dim(text) * text.num_attention_heads != text.hidden_size:
-        found.append(f"heads of {layers.head_dim(text)}: those of the format have together the width of the model")
     if getattr(text, "mlp_bias", False):
         found.append("biases of the MLP (mlp_bias)")
     return found
