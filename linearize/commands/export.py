@@ -21,7 +21,8 @@ def export(
         str | None,
         typer.Option(
             "--as",
-            help="What engines know: qwen3_5, granitemoehybrid, ministral, qwen3, qwen2, or auto; gguf, gguf-q8_0.",
+            help="What engines know: qwen3_5, granitemoehybrid, granite_swa, ministral, qwen3, qwen2, or auto; "
+            "gguf, gguf-q8_0.",
         ),
     ] = None,
     output: Annotated[
