@@ -215,14 +215,13 @@ def choose(
     if rows:
         choose_rows(recipe, cost, values, say)
     if again:
-        values["runtime"]["gradient_checkpointing"] = layers_again(recipe.changed(values), layers, kept, cost)
-        chosen = recipe.changed(values)
-        if chosen.runtime.gradient_checkpointing is not True and estimate(rehearse(chosen), device).too_large:
-            values["runtime"]["gradient_checkpointing"] = True
-        of = values["runtime"]["gradient_checkpointing"]
-        which = "activations" if of is True else f"activations of {of} of {layers} layers"
-        of = "" if of is True else f": {of}"
-        say(f"{which} are computed again in the backward pass (gradient_checkpointing{of}): all of them do not fit")
+        count = layers_again(recipe.changed(values), layers, kept, cost)
+        values["runtime"]["gradient_checkpointing"] = count
+        if count is not True and estimate(rehearse(recipe.changed(values)), device).too_large:
+            values["runtime"]["gradient_checkpointing"] = count = True
+        which, key = ("", "") if count is True else (f" of {count} of {layers} layers", f": {count}")
+        what = f"activations{which} are computed again in the backward pass (gradient_checkpointing{key})"
+        say(f"{what}: all of them do not fit")
     return recipe.changed(values)
 
 

@@ -121,7 +121,7 @@ def choose(form: str, config: Any, name: str) -> Format:
     fitting = [
         one
         for one in FORMATS.values()
-        if model_type in one.sources and one.name in ({*FORMATS} - {*windows.SOURCES}) | {own}
+        if model_type in one.sources and (one.mechanism != windows.MECHANISM or one.name == own)
     ]
     fitting.sort(key=lambda one: -found.count(one.mechanism))
     if form == "auto" and not fitting:

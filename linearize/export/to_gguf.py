@@ -3,7 +3,8 @@
 llama.cpp knows Qwen3.5 as it is. Of Granite's hybrids it knows those whose linear layers are twice as wide as the
 model, as they are with two memories a head. With one, value channels stand twice, of which the output projection reads
 the first, and a norm over both is that of one. Its kernels of the scan for CUDA, Vulkan and SYCL have states of 128 and
-256, so keys and queries get channels of zero. Windows in some layers are in its Granite-SWA, whose sinks get no weight.
+256, so keys and queries get channels of zero. Windows in some layers are in its Granite-SWA, whose sinks get no weight
+where the student has none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Exit, LinearizeError
+from .windows import NO_SINK
 
 FILE = "model.gguf"
 # Value of --as -> the type of matrices, by default the model's own; and llama.cpp's names of types.
@@ -214,7 +216,7 @@ def of_granite(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
 
 
 def of_windows(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """llama.cpp's name, metadata and tensors: q and k for rotation in pairs, and sinks of which nothing is left."""
+    """llama.cpp's name, metadata and tensors: q and k for rotation in pairs, and a sink for each head."""
     D, H, rope = config["head_dim"], config["num_attention_heads"], config["rope_parameters"]
     metadata = {
         "attention.head_count_kv": config["num_key_value_heads"],
@@ -228,7 +230,7 @@ def of_windows(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[str,
     turned = tuple(f"{x}_proj.{kind}" for x in "qk" for kind in ("weight", "bias"))
     found = {renamed(name, own): paired(x, D) if name.endswith(turned) else x for name, x in weights.items()}
     for number in range(config["num_hidden_layers"]):
-        found.setdefault(f"blk.{number}.attn_sinks.weight", torch.full((H,), -1e9))
+        found.setdefault(f"blk.{number}.attn_sinks.weight", torch.full((H,), NO_SINK))
     if rope.get("rope_type", "default") == "llama3":
         found["rope_freqs.weight"] = llama3_factors(rope, D)
     return "granite_swa", metadata, found

@@ -48,7 +48,8 @@ def obstacles(config: Any) -> list[str]:
 def form_of(config: Any) -> str:
     """The format that has the softmax layers of a converted model, and its sinks."""
     model_type = config.get_text_config().model_type
-    if any(layer["options"].get("sink_logit") for layer in layers.linear_layers(config).values()):
+    sinks = any(layer["options"].get("sink_logit") for layer in layers.linear_layers(config).values())
+    if sinks and model_type in SOURCES["granite_swa"]:
         return "granite_swa"
     return next((form for form, sources in SOURCES.items() if model_type in sources), "ministral")
 

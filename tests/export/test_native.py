@@ -447,6 +447,10 @@ def test_gguf_of_windows_has_its_weights_and_no_sinks(tmp_path: Path) -> None:
         assert torch.equal(found[f"blk.0.attn_q.{kind}"], paired.reshape(32, *rest))
         assert torch.equal(found[f"blk.0.attn_v.{kind}"], made.tensors[f"{layer}v_proj.{kind}"])
     assert all(float(found[f"blk.{n}.attn_sinks.weight"].exp().max()) == 0.0 for n in range(4))
+    made = Made(tmp_path / "sinks", SINKS)
+    _, found = gguf_of(made, tmp_path / "sinks")
+    assert torch.equal(found["blk.0.attn_sinks.weight"], made.tensors["model.layers.0.self_attn.sinks"].float())
+    assert float(found["blk.3.attn_sinks.weight"].exp().max()) == 0.0
 
 
 @pytest.mark.parametrize(("form", "error"), [("gguf", 2**-8), ("gguf-q8_0", 2**-6)])
@@ -629,6 +633,10 @@ def test_the_mechanism_and_the_softmax_choose_a_format(window: Made, llama: Made
     for layer in sinks.linearize["layers"]:
         layer["options"]["sink_logit"] = True
     assert native.choose("auto", sinks, "it").name == "granite_swa"
+    sinks.model_type = "qwen2"  # whose format has none
+    with pytest.raises(LinearizeError, match=r"qwen2.*window.*sink_logit=True"):
+        native.choose("qwen2", sinks, "it")
+    sinks.model_type = "llama"
     with pytest.raises(LinearizeError, match=r"have sink_logit.*--as.*granite_swa"):
         native.choose("ministral", sinks, "it")
     mixed = config_of(llama, mechanism="window")

@@ -389,8 +389,8 @@ def test_the_plan_counts_its_bytes(tmp_path: Any, dtype: str, item: int) -> None
 
 
 def test_a_sink_takes_its_share_and_calibration_finds_it() -> None:
-    """By definition e^s in the denominator; decoding and packed documents as without it. What calibration sees was made
-    with other sinks, which it finds to a quarter."""
+    """By definition e^s in the denominator, in one pass and step by step. Calibration finds the sinks that made what it
+    sees, to half a step of what it tries."""
     site = AttentionSite(0, "a", "self", 12, 4, 2, 8, 8, 8**-0.5, causal=True)
     torch.manual_seed(0)
     plain, own = (SinkWindow(site, window=5, sink=0, sink_logit=on).double() for on in (False, True))

@@ -138,6 +138,11 @@ def test_vllms_own_class_writes_what_an_export_computes(
         assert differences(write(llm, prompts, NEW), expected(model, prompts, NEW), 1e-4) == []
 
 
+def class_of(llm: Any) -> str:
+    """The name of the class of the model in an engine."""
+    return type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model).__name__
+
+
 def test_vllm_writes_what_windows_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without our plugin and without trust, in transformers' class and in its own. The first changes that class for the
     whole process, so the models that other tests use are left out here."""
@@ -148,7 +153,7 @@ def test_vllm_writes_what_windows_compute(tmp_path: Path, monkeypatch: pytest.Mo
     own = {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}
     for kind, settings in {"TransformersForCausalLM": {}, "LlamaForCausalLM": own}.items():
         with engine(out, trust_remote_code=False, **settings, **CHUNK) as llm:
-            assert type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model).__name__ == kind
+            assert class_of(llm) == kind
             assert differences(write(llm, prompts, NEW), references, 1e-5) == []
 
 
@@ -159,9 +164,7 @@ def test_vllm_writes_what_windows_with_sinks_compute(tmp_path: Path, monkeypatch
     folder, prompts = converted(tmp_path, made), prompts_of(LENGTHS)
     native.export_native(str(folder), "auto", tmp_path / "out")
     with engine(tmp_path / "out", trust_remote_code=False, **CHUNK) as llm:
-        assert (
-            type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model).__name__ == "GraniteForCausalLM"
-        )
+        assert class_of(llm) == "GraniteForCausalLM"
         assert differences(write(llm, prompts, NEW), expected(load(folder), prompts, NEW), 1e-5) == []
 
 
