@@ -124,6 +124,8 @@ class Mixer(nn.Module):
     published: ClassVar[dict[str, Any]] = {}
     # Switch -> what the other options are under it; `--set` may choose among what the mixer then still takes.
     implied: ClassVar[dict[str, dict[str, Any]]] = {}
+    # Options that need such a switch.
+    switched: ClassVar[tuple[str, ...]] = ()
     # Whether it takes q and k without rotary embedding, whatever its options.
     unrotated: ClassVar[bool] = False
     # Option -> what it sets, one line for `linearize mechanisms NAME`. A subclass writes those that are its own.
@@ -594,7 +596,7 @@ def option_types(mixer: type[Mixer], base: str | None = None) -> dict[str, tuple
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         owner = mixer.base_for(base or options["base"][2]) if mixer.bases else Mixer
         # A switch of the base names a whole layer, around which nothing else stands.
-        taken = {*options, *owner.implied}
+        taken = {*options, *owner.implied, *owner.switched}
         options |= {name: described for name, described in option_types(owner).items() if name not in taken}
     return options
 

@@ -61,7 +61,7 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
         {"faithful": True, "slots": 64},
     ),
     "gla": ({**NEAR}, T2R),
-    "gdn": ({**NEAR}, {"native": True}),
+    "gdn": ({**NEAR}, {"native": True, "memories": 2, "maps": True}),
     "mamba2": ({"memories": 2, "maps": True},),
     "retnet": ({**NEAR}, T2R),
     "la": (
@@ -85,7 +85,7 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
 OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "gsa": ({},),
     "gla": ({"state_heads": "query", **NEAR}, {"feature_map": "hedgehog"}),
-    "gdn": ({"state_heads": "query", **NEAR},),
+    "gdn": ({"state_heads": "query", **NEAR}, {"native": True}),
     "retnet": ({"state_heads": "query", **NEAR},),
     "la": ({}, BIDIRECTIONAL),
     "mamba2": ({},),

@@ -29,7 +29,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.gate_linear import DecayLinear, before_softplus
-from ..layers.norm import unit_rows
+from ..layers.norm import HeadNorm, unit_rows
 from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
@@ -145,8 +145,8 @@ def _gdn_triton(
 
 
 class GDNState(NamedTuple):
-    """The memory S [B,E,F,Dv] fp32, and what the convolutions go on from: the last K - 1 tokens of q [B,K-1,H,D],
-    k [B,K-1,Hkv,D] and v [B,K-1,Hkv,Dv], K taps, in fp32."""
+    """The memories S [B,M*E,F,Dv] fp32, and what the convolutions go on from: the last K - 1 tokens of q [B,K-1,M*H,D],
+    k [B,K-1,M*Hkv,D] and v [B,K-1,M*Hkv,Dv], K taps, in fp32; M memories, one unless the layer is native."""
 
     memory: Tensor
     queries: Tensor
@@ -162,14 +162,16 @@ class GatedDeltaNet(Recurrent, Mixer):
 
     `native` is the layer of Qwen3-Next and Qwen3.5, which engines for those models know: q, k and v are the module's
     projections, in front of its norms of q and k; SiLU follows their convolution; beta has no bias; q is multiplied by
-    D^-1/2; 1e-6 is added to squared lengths.
+    D^-1/2; 1e-6 is added to squared lengths. A head of it may have two memories, whose normalised outputs add up. With
+    `maps` each memory's q and k are y + D^-1/2 W y of those, W = 0 at first.
     """
 
     title = "Gated DeltaNet"
     paper = "arXiv 2412.06464"
     state_formula = (
-        "4 (E F Dv + (K - 1) (H D + Hkv (D + Dv))): E memories (key heads, or query heads), H query heads, Hkv key "
-        "heads, key and value dims D, Dv, F features (2 D for hedgehog, else D), K taps"
+        "4 M (E F Dv + (K - 1) (H D + Hkv (D + Dv))): M memories (1, or as `memories` says) of each of E heads (key heads, "
+        "or query heads), H query heads, Hkv key heads, key and value dims D, Dv, F features (2 D for hedgehog, else D), K "
+        "taps"
     )
     about = {
         "taps": "taps of the causal convolution over q, k and v, which starts as the identity (1: none)",
@@ -179,6 +181,10 @@ class GatedDeltaNet(Recurrent, Mixer):
         "half_life_max": "longest half-life of the memory at the start, in tokens; without a window finetune fits it",
         "write": "strength beta of a write at the start; without a window finetune fits it to the teacher",
         "native": "exactly the layer of Qwen3.5, for `linearize export --as qwen3_5`; taps is free up to 4",
+        "memories": "of a native layer: memories of each query head, with half-lives, convolutions, gates and norms of "
+        "their own",
+        "maps": "of a native layer: linear maps of q and k for each memory, the identity at first; export folds them into "
+        "the projections",
     }
     # Half-life in tokens and strength of a write, for each memory.
     tried: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -197,6 +203,7 @@ class GatedDeltaNet(Recurrent, Mixer):
             "output_gate": True,
         }
     }
+    switched = ("memories", "maps")
     published = {
         "taps": 4,
         "value_act": "swish",
@@ -222,15 +229,19 @@ class GatedDeltaNet(Recurrent, Mixer):
         gate_std: Annotated[float, Bounds(0.0, 1.0)] = 0.02,
         chunk_size: Annotated[int, Bounds(16, 256)] = 64,
         native: bool = False,
+        memories: Annotated[int, Bounds(1, 2)] = 1,
+        maps: bool = False,
         **near: int,
     ) -> None:
-        """Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, or an option is not that
-        of the native layer, where that is asked for."""
+        """Raises ValueError when half_life_max < half_life_min, chunk_size is no power of two, an option is not that of
+        the native layer, where that is asked for, or is of that layer alone, where it is not."""
         if native:
             own: dict[str, Any] = {"state_heads": state_heads, "feature_map": feature_map, "value_act": value_act}
             own |= {"rope": rope}
             own |= {"taps": max(4, taps), "norm": norm, "output_gate": output_gate, "window": near.get("window", 0)}
             check_implied("native", {**self.implied["native"], "window": 0}, own)
+        elif memories > 1 or maps:
+            raise ValueError(f"memories={memories}, maps={maps}: of the native layer alone (set native=true)")
         super().__init__(site, rope, **near)
         self.native = self.skip_qk_norm = native
         self.ones: Tensor | None = None  # while `calibrate` runs: hidden states times it are about 1
@@ -239,14 +250,18 @@ class GatedDeltaNet(Recurrent, Mixer):
             self.ones_direction, self.open = constant.ones_direction, constant.OPEN
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.feature_map, self.value_act = feature_map, value_act
-        self.write, self.gate_std = write, gate_std
+        self.write, self.gate_std, self.memories = write, gate_std, memories
 
-        self.decay = DecayLinear(site.hidden, self.state_count)
-        self.A_log = nn.Parameter(torch.empty(self.state_count))
-        self.strength = DecayLinear(site.hidden, self.state_count, bias=not native)
+        H, E = memories * site.heads, memories * self.state_count
+        if memories > 1:
+            self.norm = HeadNorm(H, site.value_dim)
+        self.decay = DecayLinear(site.hidden, E)
+        self.A_log = nn.Parameter(torch.empty(E))
+        self.strength = DecayLinear(site.hidden, E, bias=not native)
+        self.build_maps(maps)
         self.build_taps(taps)
         if output_gate:
-            self.output_gate = nn.Linear(site.hidden, site.heads * site.value_dim, bias=False)
+            self.output_gate = nn.Linear(site.hidden, H * site.value_dim, bias=False)
 
     @classmethod
     def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
@@ -262,29 +277,30 @@ class GatedDeltaNet(Recurrent, Mixer):
         A, step = self._start()
         init.copy_(self.A_log, A.log().to(self.A_log))
         init.copy_(self.decay.bias, before_softplus(step).to(self.decay.bias))
+        self.reset_maps()
         self.reset_taps()
         if hasattr(self, "output_gate"):
             init.normal_(self.output_gate.weight, 0.0, 0.02)
 
     def _start(self) -> tuple[Tensor, Tensor]:
-        """A and softplus(bias) [E], whose product is -g at the start."""
-        E, (shortest, longest) = self.state_count, self.half_lives
+        """A and softplus(bias) [M*E], whose product is -g at the start."""
+        E, (shortest, longest) = self.memories * self.state_count, self.half_lives
         if shortest == 0.0:  # A uniform in (0, 16), the step log-uniform in (0.001, 0.1)
             return 16.0 * torch.rand(E).clamp_min(1e-4), torch.exp(math.log(1e-3) + math.log(100.0) * torch.rand(E))
         spread = torch.logspace(math.log10(shortest), math.log10(longest), E, dtype=torch.float64)
         return torch.ones(E), math.log(2.0) / spread
 
     def start_from(self, name: str, values: list[float]) -> None:
-        given = torch.tensor(values, dtype=torch.float64)
+        given, own = torch.tensor(values, dtype=torch.float64), self.fitted
         if name == "write":
             logits = (given / (1.0 - given)).log().to(self.strength.weight)
             if self.ones is None:
-                self.strength.bias.copy_(logits)
+                self.strength.bias[own] = logits
             else:
-                self.strength.weight.copy_(torch.outer(logits, self.ones.to(logits)))
+                self.strength.weight[own] = torch.outer(logits, self.ones.to(logits))
         else:
-            self.A_log.zero_()
-            self.decay.bias.copy_(before_softplus(math.log(2.0) / given))
+            self.A_log[own] = 0.0
+            self.decay.bias[own] = before_softplus(math.log(2.0) / given).to(self.decay.bias)
 
     @torch.no_grad()
     def calibrate(
@@ -299,7 +315,7 @@ class GatedDeltaNet(Recurrent, Mixer):
         self.ones = None
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-decays g <= 0 and write strengths beta, [B,T,E] fp32."""
+        """Log-decays g <= 0 and write strengths beta, [B,T,M*E] fp32."""
         g = -self.A_log.float().exp() * F.softplus(self.decay(x).float())
         return g, torch.sigmoid(self.strength(x).float())
 
@@ -309,9 +325,12 @@ class GatedDeltaNet(Recurrent, Mixer):
     ) -> tuple[Tensors, Tensors]:  # fmt: skip
         """`Mixer.project`, with SLA's gates. Behind a convolution, which looks back, features are `scan`'s business."""
         g, beta = self.gates(x)
+        q, k, v = self.for_memories(q, k, v)
         if self.taps == 1:
             q, k, v = self._features(q, k, v, layout.plain)
-        gate = F.silu(self.output_gate(x)).unflatten(-1, (self.site.heads, -1)) if hasattr(self, "output_gate") else None
+        heads, gate = self.memories * self.site.heads, None
+        if hasattr(self, "output_gate"):
+            gate = F.silu(self.output_gate(x)).unflatten(-1, (heads, -1))
         return (q, k, v, g, beta, None if self.norm else read_gate, write_gate), (read_gate if self.norm else None, gate)
 
     def scan(self, inputs: Tensors, layout: TokenLayout, state: GDNState | None) -> tuple[tuple[Tensor], GDNState]:
@@ -329,7 +348,7 @@ class GatedDeltaNet(Recurrent, Mixer):
     def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
         read_gate, gate = beside
         o = self.normed(outputs[0], read_gate, layout)
-        return o if gate is None else o * gate, None
+        return self.of_memories(o if gate is None else o * gate), None
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as the memory sees them: features of q and k of length 1 in their dtype, zero where they vanish."""

@@ -27,8 +27,11 @@ class Recurrent(Mixer):
     rope: str = "before"
     # Of the convolution over q, k and v, for a mechanism that has one; 1: none.
     taps: int = 1
-    # Of each state head, whose outputs add up, for a mechanism with the choice.
+    # Of each state head, whose outputs add up, for a mechanism with the choice; and which of them `calibrate` is at.
     memories: int = 1
+    fitted = slice(None)
+    query_map: Tensor | None
+    key_map: Tensor | None
     # What `calibrate` tries for each memory: the name of a start, as `start_from` knows it -> candidates.
     tried: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -64,6 +67,38 @@ class Recurrent(Mixer):
             identity = torch.zeros_like(weight)
             identity[..., -1] = 1.0
             init.copy_(weight, identity)
+
+    def build_maps(self, wanted: bool) -> None:
+        """Linear maps of q and k for each memory, in front of the convolution."""
+        site, M = self.site, self.memories
+        for role, heads in {"query": M * site.heads, "key": M * site.kv_heads}.items():
+            weight = nn.Parameter(torch.empty(heads, site.key_dim, site.key_dim)) if wanted else None
+            self.register_parameter(f"{role}_map", weight)
+
+    def reset_maps(self) -> None:
+        """Maps start as the identity, which `mapped` adds."""
+        for weight in (self.query_map, self.key_map):
+            if weight is not None:
+                init.zeros_(weight)
+
+    def mapped(self, y: Tensor, weight: Tensor | None) -> Tensor:
+        """Queries or keys behind their maps, where there are any: y + D^-1/2 W y, by which W learns at the rate of other
+        parameters."""
+        if weight is None:
+            return y
+        heads = y.flatten(0, 1).transpose(0, 1)
+        found = torch.baddbmm(heads, heads, weight.to(y.dtype).mT, alpha=self.site.key_dim**-0.5)
+        return found.transpose(0, 1).unflatten(0, y.shape[:2])
+
+    def for_memories(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [B,T,heads,D] of every memory, those of the first memories in front: [B,T,M*heads,D]."""
+        if self.memories > 1:
+            q, k, v = (torch.cat([y] * self.memories, 2) for y in (q, k, v))
+        return self.mapped(q, self.query_map), self.mapped(k, self.key_map), v
+
+    def of_memories(self, o: Tensor) -> Tensor:
+        """What a head's memories put out, [B,T,M*H,Dv], added up."""
+        return o if self.memories == 1 else o.unflatten(2, (self.memories, -1)).sum(2)
 
     @classmethod
     def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
@@ -147,11 +182,13 @@ class Recurrent(Mixer):
     ) -> None:  # fmt: skip
         """For each memory take the start whose output is nearest to the teacher's, then fit the norm of each head.
 
-        What a head's attention looks like decides how long its memory lasts best. Beside a window, which is fitted with
-        the norm, and where gates start as published, only the norms follow the teacher. `gates` are SLA's.
+        What a head's attention looks like decides how long its memory lasts best. The second memory of a head is fitted
+        to what the first leaves of the teacher's output. Beside a window, which is fitted with the norm, and where gates
+        start as published, only the norms follow the teacher. `gates` are SLA's.
         """
+        M = self.memories
         if self.near is not None or self.half_lives[0] <= 0.0:
-            super().calibrate(q, k, v, x, o, o_teacher)
+            super().calibrate(q, k, v, x, o, o_teacher if M == 1 else o_teacher.repeat(1, 1, M, 1) / M**0.5)
             return
         q, k, v = as_autocast(q, k, v)
         layout = TokenLayout() if layout is None else layout
@@ -159,6 +196,23 @@ class Recurrent(Mixer):
         def run() -> Tensor:
             return self.mix(q, k, v, x, layout, None, *(gates or ()))[0].float()
 
+        if M == 1:
+            self._fit(run, o_teacher)
+            return
+        assert self.norm is not None
+        norm, rest = self.norm.weight, o_teacher.float()
+        found = torch.zeros_like(norm)
+        for first in range(0, len(norm), self.state_count):
+            self.fitted = slice(first, first + self.state_count)
+            norm.zero_()[self.fitted] = 1.0
+            self._fit(run, rest)
+            found[self.fitted] = norm[self.fitted]
+            rest = rest - run()
+        norm.copy_(found)
+        self.fitted = slice(None)
+
+    def _fit(self, run: Callable[[], Tensor], o_teacher: Tensor) -> None:
+        """The starts of `fitted` memories, then the norms; `run` gives the output as it is."""
         for name, candidates in self.starts().items():
             errors = []
             for value in candidates:

@@ -41,7 +41,7 @@ from ..layers.gate_linear import DecayLinear, before_softplus
 from ..layers.norm import HeadNorm
 from ..layers.recurrent import Recurrent, outer_products
 from ..layout import TokenLayout
-from ..mixer import Bounds, Mixer, AttentionSite, Tensors, as_autocast
+from ..mixer import Bounds, Mixer, AttentionSite, Tensors
 
 
 def mamba2(
@@ -142,8 +142,6 @@ class Mamba2(Recurrent, Mixer):
     }
     in_fp32 = ("A_log",)
     published = {"half_life_min": 0.0}
-    query_map: Tensor | None
-    key_map: Tensor | None
 
     def __init__(
         self,
@@ -163,7 +161,6 @@ class Mamba2(Recurrent, Mixer):
         self.build("query", "identity", "none", (half_life_min, half_life_max), chunk_size)
         self.gate_std, self.skip_qk_norm, self.memories = gate_std, True, memories
         H, Hkv = memories * site.heads, memories * site.kv_heads
-        self.fitted = slice(None)  # the memories that `calibrate` is at
         self.norm = HeadNorm(H, site.value_dim, eps)
         self.step = DecayLinear(site.hidden, H)
         self.A_log = nn.Parameter(torch.empty(H))
@@ -172,9 +169,7 @@ class Mamba2(Recurrent, Mixer):
         widths = {"query": (H, site.key_dim), "key": (Hkv, site.key_dim), "value": (Hkv, site.value_dim)}
         for role, width in widths.items():
             self.register_parameter(f"{role}_bias", nn.Parameter(torch.empty(width)))
-        for role, heads in {"query": H, "key": Hkv}.items():
-            weight = nn.Parameter(torch.empty(heads, site.key_dim, site.key_dim)) if maps else None
-            self.register_parameter(f"{role}_map", weight)
+        self.build_maps(maps)
         self.build_taps(taps)
 
     @classmethod
@@ -192,9 +187,7 @@ class Mamba2(Recurrent, Mixer):
         init.ones_(self.skip)
         for role in ("query", "key", "value"):
             init.zeros_(getattr(self, f"{role}_bias"))
-        for weight in (self.query_map, self.key_map):
-            if weight is not None:
-                init.zeros_(weight)
+        self.reset_maps()
         self.reset_taps()
 
     def _start(self) -> tuple[Tensor, Tensor]:
@@ -219,33 +212,18 @@ class Mamba2(Recurrent, Mixer):
         gates: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """As for others, the half-lives before the skip. The output gate, which has no bias, becomes about 1 for all
-        tokens first. The second memory of each head is fitted to what the first leaves of the teacher's output."""
+        tokens first."""
         self.output_gate.weight.copy_(OPEN * ones_direction(x).expand_as(self.output_gate.weight))
         if self.half_lives[0] > 0.0:
             self.skip.zero_()
-        if self.memories == 1 or self.half_lives[0] == 0.0:  # as published, the norms alone
-            target = o_teacher.repeat(1, 1, self.memories, 1) / self.memories**0.5
-            super().calibrate(q, k, v, x, o, target, layout, gates)
-            return
-        assert self.norm is not None
-        H, norm, rest = self.state_count, self.norm.weight, o_teacher.float()
-        found, (q, k, v) = torch.zeros_like(norm), as_autocast(q, k, v)
-        for first in range(0, len(norm), H):
-            self.fitted = slice(first, first + H)
-            norm.zero_()[self.fitted] = 1.0
-            super().calibrate(q, k, v, x, o, rest, layout, gates)
-            found[self.fitted] = norm[self.fitted]
-            rest = rest - self.mix(q, k, v, x, layout or TokenLayout(), None)[0].float()
-        norm.copy_(found)
+        super().calibrate(q, k, v, x, o, o_teacher, layout, gates)
 
     def project(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, *_: None
     ) -> tuple[Tensors, Tensors]:
         step = F.softplus(self.step(x).float())
         g = -self.A_log.float().exp() * step
-        if self.memories > 1:
-            q, k, v = (torch.cat([y] * self.memories, 2) for y in (q, k, v))
-        q, k = self._mapped(q, self.query_map), self._mapped(k, self.key_map)
+        q, k, v = self.for_memories(q, k, v)
         if self.taps == 1:
             q, k, v = self._activated(q, k, v)
         return (q, k, v, g, step), (F.silu(self.output_gate(x)).unflatten(-1, (g.shape[-1], -1)),)
@@ -264,16 +242,7 @@ class Mamba2(Recurrent, Mixer):
 
     def finish(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> tuple[Tensor, None]:
         y, (z,) = outputs[0], beside
-        o = self.normed(y * z.to(y.dtype), None, layout)
-        return o if self.memories == 1 else o.unflatten(2, (self.memories, -1)).sum(2), None
-
-    def _mapped(self, y: Tensor, weight: Tensor | None) -> Tensor:
-        """Queries or keys behind their maps, where there are any. D^-1/2 lets W learn at the rate of other parameters."""
-        if weight is None:
-            return y
-        heads = y.flatten(0, 1).transpose(0, 1)
-        mapped = torch.baddbmm(heads, heads, weight.to(y.dtype).mT, alpha=self.site.key_dim**-0.5)
-        return mapped.transpose(0, 1).unflatten(0, y.shape[:2])
+        return self.of_memories(self.normed(y * z.to(y.dtype), None, layout)), None
 
     def _activated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """SiLU of what the convolutions gave and their biases."""

@@ -31,8 +31,7 @@ def obstacles(config: Any) -> list[str]:
     found += layers.common_obstacles(text)
     if getattr(text, "mlp_bias", False):
         found.append("biases of the MLP (mlp_bias)")
-    if len({memories(layer) for layer in layers.linear_layers(config).values()}) > 1:
-        found.append("layers with one and with two memories a head: the format has one size")
+    found += layers.memory_obstacles(config)
     D, H = layers.head_dim(text), text.num_attention_heads
     if text.hidden_size != H * D:
         size = text.hidden_size
@@ -45,17 +44,12 @@ def biased(text: Any) -> bool:
     return text.model_type == "qwen2" or bool(getattr(text, "attention_bias", False))
 
 
-def memories(layer: dict[str, Any]) -> int:
-    """Of each query head in a layer of the plan, which says nothing where its checkpoint is older than the option."""
-    return int(layer["options"].get("memories", 1))
-
-
 def config_of(config: Any) -> dict[str, Any]:
     """config.json. `rope_theta` stands twice, since some engines read it alone. Time steps have no limit; JSON has no
     infinity that all engines read, so the upper one is a large number."""
     text, linear = config.get_text_config(), layers.linear_layers(config)
     first, rope = next(iter(linear.values())), layers.rope_of(text)
-    site, M = first["site"], memories(first)
+    site, M = first["site"], layers.memories(first)
     return {
         **layers.tokens_of(text),
         "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -94,15 +88,6 @@ def bias(own: dict[str, Tensor], part: str) -> Tensor:
     return own.get(f"{name}.bias", torch.zeros(len(own[f"{name}.weight"])))
 
 
-def written_out(mixer: dict[str, Tensor], role: str, x: Tensor, heads: int, memories: int, H: int) -> Tensor:
-    """The rows of a projection [heads * D,N] for all memories of the H query heads, [memories * H * D,N], mapped."""
-    rows = torch.cat([x.unflatten(0, (heads, -1))] * memories)
-    weight = mixer.get(f"{role}_map")
-    if weight is not None:
-        rows = rows + weight.shape[-1] ** -0.5 * weight @ rows
-    return layers.repeated(rows.flatten(0, 1), memories * H, memories * heads)
-
-
 def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the converted model in fp32 under the format's names."""
     text = config.get_text_config()
@@ -118,16 +103,16 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             if biased(text):
                 out |= {f"{here}self_attn.{x}_proj.bias": bias(own, x) for x in "qkvo"}
             continue
-        M, roles = memories(plan), {"value": Hkv, "key": Hkv, "query": H}
+        M, roles = layers.memories(plan), {"value": Hkv, "key": Hkv, "query": H}
         biases = [layers.repeated(mixer[f"{role}_bias"].flatten(), M * H, M * heads) for role, heads in roles.items()]
         weights_of = {role: own[f"self_attn.{role[0]}_proj.weight"] for role in roles}
-        wide = (written_out(mixer, role, weights_of[role], heads, M, H) for role, heads in roles.items())
+        wide = (layers.written_out(mixer, role, weights_of[role], heads, M, H) for role, heads in roles.items())
         parts = [mixer["output_gate.weight"], *wide, mixer["step.weight"]]
         there = f"{here}mamba."
         if biased(text):  # the format has one in all of a layer's projections, or in none
             none = torch.zeros(len(mixer["output_gate.weight"])), torch.zeros(M * H)
             given = {role: bias(own, role[0])[:, None] for role in roles}
-            wide = (written_out(mixer, role, given[role], heads, M, H)[:, 0] for role, heads in roles.items())
+            wide = (layers.written_out(mixer, role, given[role], heads, M, H)[:, 0] for role, heads in roles.items())
             out[f"{there}in_proj.bias"] = torch.cat([none[0], *wide, none[1]])
             out[f"{there}out_proj.bias"] = bias(own, "o")
         out |= {

@@ -50,6 +50,17 @@ def layer_obstacles(config: Any, mechanism: str, options: dict[str, Any], ask: s
     return grouped(found) + [NO_SOFTMAX] * none_kept  # transformers counts the tokens of a cache in one
 
 
+def memories(layer: dict[str, Any]) -> int:
+    """Of each query head in a layer of the plan, which says nothing where its checkpoint is older than the option."""
+    return int(layer["options"].get("memories", 1))
+
+
+def memory_obstacles(config: Any) -> list[str]:
+    """Why the memories of linear layers do not fit a format, which has one number of them."""
+    several = len({memories(layer) for layer in linear_layers(config).values()}) > 1
+    return ["layers with one and with two memories a head: the format has one size"] * several
+
+
 def common_obstacles(text: Any) -> list[str]:
     """What of the source's config no format here has."""
     found = []
@@ -69,6 +80,15 @@ def head_dim(text: Any) -> int:
 def repeated(weight: Tensor, heads: int, groups: int) -> Tensor:
     """A key head's rows [groups * D, ..] for each of its query heads: [heads * D, ..]."""
     return weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0).flatten(0, 1)
+
+
+def written_out(mixer: dict[str, Tensor], role: str, x: Tensor, heads: int, memories: int, H: int) -> Tensor:
+    """The rows of a projection [heads * D,N] for all memories of the H query heads, [memories * H * D,N], mapped."""
+    rows = torch.cat([x.unflatten(0, (heads, -1))] * memories)
+    weight = mixer.get(f"{role}_map")
+    if weight is not None:
+        rows = rows + weight.shape[-1] ** -0.5 * weight @ rows
+    return repeated(rows.flatten(0, 1), memories * H, memories * heads)
 
 
 def taps_of(mixer: dict[str, Tensor], roles: Iterable[str], heads: int) -> Tensor:

@@ -5,8 +5,9 @@ an output projection times 2 undoes it without rounding. Norms store w - 1. The 
 partial factor of 1, and sections that add up to D/2, which mean nothing where all three positions of a token are equal,
 but for llama.cpp (`sections_of`).
 
-A linear layer keeps the projections; key heads are written for each query head. HeadNorm's weight of each head folds
-into the output projection, since the swish gate behind it works on each channel alone; the format's own weight, which
+A linear layer keeps the projections; key heads are written for each query head, and all once for each of its memories,
+multiplied with the memory's maps. The output projection, written for each memory, adds these up. HeadNorm's weight of
+each head folds into it, since the swish gate behind it works on each channel alone; the format's own weight, which
 heads share, is 1.
 """
 
@@ -28,6 +29,7 @@ def obstacles(config: Any) -> list[str]:
     """Why a converted model is not exact in this format."""
     text = config.get_text_config()
     found = layers.layer_obstacles(config, MECHANISM, {"native": True}, ASK) + layers.common_obstacles(text)
+    found += layers.memory_obstacles(config)
     if getattr(text, "attention_bias", False):
         found.append("biases of q, k and v (attention_bias): vLLM and SGLang do not read them")
     if text.rms_norm_eps != 1e-6:
@@ -55,7 +57,8 @@ def config_of(config: Any) -> dict[str, Any]:
     partial factor stands twice, since SGLang reads it beside the other parameters, where its own is 1/4."""
     text, linear = config.get_text_config(), layers.linear_layers(config)
     D, heads, every = layers.head_dim(text), text.num_attention_heads, interval(config)
-    site = next(iter(linear.values()))["site"]
+    first = next(iter(linear.values()))
+    site, states = first["site"], layers.memories(first) * heads
     turned = {"partial_rotary_factor": 1.0, "mrope_section": sections_of(D // 2), "mrope_interleaved": True}
     part = {
         **layers.tokens_of(text),
@@ -68,8 +71,8 @@ def config_of(config: Any) -> dict[str, Any]:
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": D,
         "linear_value_head_dim": site["value_dim"],
-        "linear_num_key_heads": heads,
-        "linear_num_value_heads": heads,
+        "linear_num_key_heads": states,
+        "linear_num_value_heads": states,
         "layer_types": ["linear_attention" if n in linear else "full_attention" for n in range(text.num_hidden_layers)],
         "rope_parameters": {**layers.rope_of(text), **turned},
         "partial_rotary_factor": 1.0,
@@ -105,16 +108,18 @@ def fold(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{here}self_attn.k_norm.weight": own["self_attn.k_norm.weight"] - 1.0,
             }
             continue
-        there = f"{here}linear_attn."
+        there, M = f"{here}linear_attn.", layers.memories(plan)
+        rows = {"query": (q, H), "key": (k, Hkv), "value": (v, Hkv)}
+        wide = [layers.written_out(mixer, role, *given, M, H) for role, given in rows.items()]
         out |= {
-            f"{there}in_proj_qkv.weight": torch.cat([q, layers.repeated(k, H, Hkv), layers.repeated(v, H, Hkv)]),
-            f"{there}conv1d.weight": layers.taps_of(mixer, ("query", "key", "value"), H),
+            f"{there}in_proj_qkv.weight": torch.cat(wide),
+            f"{there}conv1d.weight": layers.taps_of(mixer, rows, M * H),
             f"{there}in_proj_z.weight": mixer["output_gate.weight"],
             f"{there}in_proj_b.weight": mixer["strength.weight"],
             f"{there}in_proj_a.weight": mixer["decay.weight"],
             f"{there}dt_bias": mixer["decay.bias"],
             f"{there}A_log": mixer["A_log"],
             f"{there}norm.weight": torch.ones(mixer["norm.weight"].shape[1]),
-            f"{there}out_proj.weight": o * mixer["norm.weight"].flatten(),
+            f"{there}out_proj.weight": o.repeat(1, M) * mixer["norm.weight"].flatten(),
         }
     return out

@@ -27,6 +27,7 @@ from linearize.export.qwen3_5 import sections_of
 from linearize.serve.folder import layers_of
 
 QWEN = ("qwen3", "gdn", {"native": True})
+QWEN_WIDE = ("qwen3", "gdn", {"native": True, "memories": 2, "maps": True})
 LLAMA = ("llama", "mamba2", {})
 WIDE = ("llama", "mamba2", {"memories": 2, "maps": True})
 WINDOW = ("llama", "window", {"window": 8, "sink": 0})
@@ -93,6 +94,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Made:
     [
         (QWEN, "3", {"tie_word_embeddings": True}),
         (LLAMA, "1", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+        (QWEN_WIDE, "1,3", {}),
         (WIDE, "1", {}),
         (WINDOW, "0,3", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
         (("qwen3", *WINDOW[1:]), "1", {"attention_bias": True}),
@@ -119,6 +121,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Made:
     ids=[
         "qwen3 tied",
         "llama3 rope",
+        "qwen3 with two memories",
         "two memories",
         "window, llama3 rope",
         "window, qwen3 with biases",

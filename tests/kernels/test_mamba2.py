@@ -141,37 +141,6 @@ def test_it_is_the_layer_of_granite() -> None:
     assert relative_error(ours, layer(x)) > 0.05
 
 
-@torch.no_grad()
-def test_two_memories_of_a_head_are_two_layers_that_add_up() -> None:
-    both, alone = mixer_with(memories=2), [mixer_with(), mixer_with()]
-    for parameter in both.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.5)
-    for name, parameter in both.named_parameters():
-        for mixer, part in zip(alone, parameter.chunk(2), strict=True):
-            mixer.get_parameter(name).copy_(part)
-    inputs = rows_of(both)
-    o = sum(mixer(*inputs, TokenLayout())[0] for mixer in alone)
-    assert relative_error(both(*inputs, TokenLayout())[0], o) < 10 * TOLERANCE[torch.float32]
-    assert both.state_bytes(9) == 2 * alone[0].state_bytes(9)
-
-
-@torch.no_grad()
-def test_maps_are_the_identity_at_first_and_linear() -> None:
-    mapped, plain = mixer_with(maps=True), mixer_with()
-    for name, parameter in plain.named_parameters():
-        parameter.copy_(mapped.get_parameter(name))
-    q, k, *rest = rows_of(plain)
-    assert torch.equal(mapped(q, k, *rest, TokenLayout())[0], plain(q, k, *rest, TokenLayout())[0])
-    for weight in (mapped.query_map, mapped.key_map):
-        torch.nn.init.normal_(weight)
-    turned = [
-        torch.einsum("bthd,hed->bthe", y, torch.eye(8) + 8**-0.5 * weight)
-        for y, weight in ((q, mapped.query_map), (k, mapped.key_map))
-    ]
-    o = plain(*turned, *rest, TokenLayout())[0]
-    assert relative_error(mapped(q, k, *rest, TokenLayout())[0], o) < 10 * TOLERANCE[torch.float32]
-
-
 def test_it_starts_with_the_half_lives_asked_for_and_keeps_its_eps() -> None:
     mixer = mixer_with(half_life_min=10.0, half_life_max=1000.0, gate_std=0.0, eps=1e-3)
     (_, _, _, g, step), _ = mixer.project(*rows_of(mixer), TokenLayout())
@@ -203,24 +172,6 @@ def test_calibration_finds_half_lives_and_opens_the_gate() -> None:
     assert errors[0] < 0.3 * errors[1]
     gate = torch.nn.functional.silu(mixer.output_gate(inputs[3]))
     assert float((gate - 1.0).abs().mean()) < 0.2
-
-
-@torch.no_grad()
-def test_the_second_memory_is_fitted_to_what_the_first_leaves() -> None:
-    alone, both, published = mixer_with(), mixer_with(memories=2), mixer_with(memories=2, half_life_min=0.0)
-    inputs, teachers = rows_of(alone), [mixer_with(), mixer_with()]
-    inputs[3] = inputs[3] * 0.1 + torch.randn(24)
-    for teacher, half_life in zip(teachers, (1.0, 512.0), strict=True):
-        teacher.calibrate(*inputs, *2 * [teacher(*inputs, TokenLayout())[0]], TokenLayout())
-        teacher.start_from("half_life", [half_life] * 6)
-    target, errors = sum(teacher(*inputs, TokenLayout())[0] for teacher in teachers), []
-    for mixer in (alone, both):
-        mixer.calibrate(*inputs, target, target, TokenLayout())
-        errors.append(float((mixer(*inputs, TokenLayout())[0] - target).square().mean()))
-    assert errors[1] < 0.9 * errors[0]
-    published.calibrate(*inputs, target, target, TokenLayout())
-    size = published(*inputs, TokenLayout())[0].square().mean() / target.square().mean()
-    assert 0.3 < float(size) < 3.0
 
 
 @pytest.mark.parametrize(

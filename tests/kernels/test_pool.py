@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "retnet, features of both signs": ("retnet", {"feature_map": "hedgehog", "state_heads": "query"}),
     "gdn": ("gdn", {}),
     "gdn as published": ("gdn", {"faithful": True}),
+    "gdn with two memories": ("gdn", {"native": True, "memories": 2, "maps": True}),
     "mamba2": ("mamba2", {}),
     "mamba2 with two memories": ("mamba2", {"memories": 2, "maps": True}),
     "sla over gla": ("sla", {"norm": "none"}),

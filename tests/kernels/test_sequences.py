@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gdn": ("gdn", {"output_gate": True}),
     "gdn, convolution": ("gdn", {"taps": 4, "value_act": "swish", "window": 8, "sink": 1}),
     "gdn, native": ("gdn", {"native": True}),
+    "gdn, native with two memories": ("gdn", {"native": True, "memories": 2, "maps": True}),
     "mamba2": ("mamba2", {}),
     "mamba2 without a convolution": ("mamba2", {"taps": 1}),
     "mamba2 with two memories": ("mamba2", {"memories": 2, "maps": True}),

@@ -184,8 +184,8 @@ def test_every_option_of_the_base_is_read(base: str) -> None:
 @every_base
 def test_options_are_those_of_the_base_as_well(base: str) -> None:
     def of_base(given: dict[str, Any]) -> dict[str, Any]:
-        # A switch that names a whole layer, such as gdn's `native`, is not an option of SLA.
-        switches = load_mechanism(base).implied
+        # A switch that names a whole layer, such as gdn's `native`, and what needs it are not options of SLA.
+        switches = {*load_mechanism(base).implied, *load_mechanism(base).switched}
         return {name: value for name, value in resolve_options(base, given).items() if name not in switches}
 
     ours = resolve_options("sla", {"base": base})
