@@ -74,7 +74,7 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "saga": (BIDIRECTIONAL, PUBLISHED),
     "sla": (
         {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", "window": 128, "sink": 1},
-        {"base": "gla", "state_heads": "query", "window": 128, "sink": 1},
+        {"base": "gla", "state_heads": "query", "window": 256, "sink": 1},
         {"base": "gla", "window": 128, "sink": 1},
         {"faithful": True, "base": "gla"},
     ),
