@@ -40,6 +40,7 @@ def shard(whole: Any, options: dict[str, Any], rank: int, size: int) -> Any:
     """
     site = dataclasses.replace(whole.site, heads=whole.site.heads // size, kv_heads=whole.site.kv_heads // size)
     like = next(whole.parameters(), torch.empty(0))
+    memories = getattr(whole, "memories", 1)  # of each head, in a parameter one behind the other
     with torch.device(like.device):
         part: Any = type(whole)(site, **options).to(like.dtype)
     for name, value in vars(whole).items():  # what attention_hooks.py set
@@ -50,7 +51,8 @@ def shard(whole: Any, options: dict[str, Any], rank: int, size: int) -> Any:
             if given.shape[dim] != length:
                 if given.shape[dim] != size * length:
                     raise ValueError(f"{name} {list(given.shape)} is not {size} times {list(own.shape)}")
-                given = given.narrow(dim, rank * length, length)
+                each = given.unflatten(dim, (memories, -1)).chunk(size, dim + 1)
+                given = each[rank].flatten(dim, dim + 1)
         own.data = given.clone()
     if hasattr(whole, "log_decay") and not hasattr(whole, "log_half_life"):  # RetNet's, numbered over all heads
         count = part.state_count

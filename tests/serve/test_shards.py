@@ -35,6 +35,8 @@ def test_heads_divide_where_they_do_not_know_of_each_other(name: str, window: in
         ("gla", {"state_heads": "query"}),
         ("retnet", {"decay": "paper"}),
         ("retnet", {"decay": "spread"}),
+        ("mamba2", {"memories": 2, "maps": True}),
+        ("gdn", {"native": True, "memories": 2}),
     ],
 )
 def test_options_divide_too(name: str, options: dict[str, Any]) -> None:
