@@ -55,6 +55,10 @@ NAMED = {"--keep-softmax": "layers, such as --keep-softmax 7,15", "--keep-heads"
 OF_SOURCES = ("keep_softmax", "keep_heads", "kept_window")
 UNREAD = "not copied, because loading the model does not need it: {}"
 
+# Mechanisms that a preset of their own distils, of gdn the native layer alone; others take `hybrid`.
+WINDOWS = "hybrid-window"
+OWN_PRESETS = {"window": WINDOWS, "mamba2": "hybrid-native", "gdn": "hybrid-native-qwen3"}
+
 
 def plan_conversion(
     model: str,
@@ -244,17 +248,26 @@ def convert(
     return message
 
 
+def preset_for(plan: Plan) -> str:
+    """The preset whose stages suit the layers of a model that writes text."""
+    kinds = {step.mechanism if step.mechanism != "gdn" or step.options["native"] else "" for step in plan.steps}
+    return OWN_PRESETS.get(kinds.pop(), "hybrid") if len(kinds) == 1 else "hybrid"
+
+
 def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[str] = ()) -> str:
     """How to go on with the conversion in `folder`, also with one's own data; `told` is the recipe that it was
     converted by, if any, and the values given with it."""
     from .checkpoint.card import loading
 
     of_images = loading(plan)["processor"] == "image_processor"
-    if not plan.new_parameters and not of_images and plan.linear[0].site.causal:  # presets train new parameters first
+    suited = preset_for(plan)
+    if (
+        not (plan.new_parameters or of_images or suited == WINDOWS) and plan.linear[0].site.causal
+    ):  # what presets train first
         return shlex.join(["linearize", "generate", str(folder), "Once upon a time"])
     headless = plan.architecture.removesuffix("WithProjection").endswith(("Model", "Backbone"))
     encoder = headless and not (of_images or plan.linear[0].site.causal)
-    recipe, key, end = ("vit-la", "images", "") if of_images else ("hybrid", "files", ".txt")
+    recipe, key, end = ("vit-la", "images", "") if of_images else (suited, "files", ".txt")
     recipe = "sentence" if encoder else recipe
     preset, recipe = recipe, told[0] if told else recipe
     given = [value for value in told[1:] if not value.startswith(("convert", "model.base="))]
@@ -267,7 +280,9 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     text = natives.source_config.get_text_config(decoder=True)
     row = min(1024, getattr(text, "max_position_embeddings", None) or 1024)
     less = f" For a first try on a CPU add data.pack.seq_len={row}"
-    less += " stages.attention_transfer.tokens=1M stages.logit_kl.tokens=1M"
+    stages = ["logit_kl"] if recipe == WINDOWS else ["attention_transfer", "logit_kl"]
+    less += "".join(f" stages.{stage}.tokens=1M" for stage in stages)
+    less += f" stages.attention_transfer.data.pack.seq_len={row}" * recipe.startswith("hybrid-native")
     return (
         f"distil it: {command}\n--dry-run tells the time.{'' if of_images or encoder else less}\n"
         f"The recipe's data are on the Hub; for your own{files} add {own}"

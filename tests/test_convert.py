@@ -305,6 +305,27 @@ def test_how_a_conversion_goes_on_can_be_pasted(shared: Path, architecture: str,
     assert all(files in source.model_fields_set for source in (recipe.data.train, recipe.data.eval))
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "options", "preset"),
+    [
+        ("window", {}, "hybrid-window"),
+        ("mamba2", {}, "hybrid-native"),
+        ("gdn", {"native": "true"}, "hybrid-native-qwen3"),
+        ("gdn", {}, "hybrid"),
+    ],
+)
+def test_a_conversion_goes_on_by_the_preset_of_its_layers(
+    shared: Path, mechanism: str, options: dict[str, str], preset: str
+) -> None:
+    plan, _, natives = plan_conversion(str(shared), mechanism, options=options)
+    run, short, _ = next_step(plan, Path("my model"), natives).splitlines()
+    assert shlex.split(run.partition("it: ")[2])[:3] == ["linearize", "finetune", preset]
+    recipe = load_recipe(preset, ["model.base=out", *shlex.split(short.partition(" add ")[2])])
+    rows = {recipe.data_for(stage).pack.seq_len for stage in recipe.stages}
+    assert rows == {natives.source_config.max_position_embeddings}
+    assert {stage.tokens for stage in recipe.stages} == {10**6}
+
+
 def test_a_conversion_by_a_recipe_goes_on_with_it_and_its_values(shared: Path) -> None:
     plan, _, natives = plan_conversion(str(shared), "la")
     data = "data.train={files: [a.txt]}"
