@@ -250,7 +250,7 @@ def convert(
 
 def preset_for(plan: Plan) -> str:
     """The preset whose stages suit the layers of a model that writes text."""
-    kinds = {step.mechanism if step.mechanism != "gdn" or step.options["native"] else "" for step in plan.steps}
+    kinds = {step.mechanism if step.mechanism != "gdn" or step.options.get("native") else "" for step in plan.steps}
     return OWN_PRESETS.get(kinds.pop(), "hybrid") if len(kinds) == 1 else "hybrid"
 
 
