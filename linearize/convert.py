@@ -260,13 +260,12 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     from .checkpoint.card import loading
 
     of_images = loading(plan)["processor"] == "image_processor"
-    suited = preset_for(plan)
-    if (
-        not (plan.new_parameters or of_images or suited == WINDOWS) and plan.linear[0].site.causal
-    ):  # what presets train first
+    suited, causal = preset_for(plan), plan.linear[0].site.causal
+    # Presets train new parameters first, but for that of windows, which have none.
+    if causal and not (plan.new_parameters or of_images or suited == WINDOWS):
         return shlex.join(["linearize", "generate", str(folder), "Once upon a time"])
     headless = plan.architecture.removesuffix("WithProjection").endswith(("Model", "Backbone"))
-    encoder = headless and not (of_images or plan.linear[0].site.causal)
+    encoder = headless and not (of_images or causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else (suited, "files", ".txt")
     recipe = "sentence" if encoder else recipe
     preset, recipe = recipe, told[0] if told else recipe
