@@ -258,6 +258,7 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     """How to go on with the conversion in `folder`, also with one's own data; `told` is the recipe that it was
     converted by, if any, and the values given with it."""
     from .checkpoint.card import loading
+    from .recipe.recipe import load_recipe
 
     of_images = loading(plan)["processor"] == "image_processor"
     suited, causal = preset_for(plan), plan.linear[0].site.causal
@@ -276,14 +277,16 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     command += " stages.logit_kl.kind=feature_cosine" if of_images and headless else ""
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"
-    text = natives.source_config.get_text_config(decoder=True)
-    row = min(1024, getattr(text, "max_position_embeddings", None) or 1024)
-    less = f" For a first try on a CPU add data.pack.seq_len={row}"
-    stages = ["logit_kl"] if recipe == WINDOWS else ["attention_transfer", "logit_kl"]
-    less += "".join(f" stages.{stage}.tokens=1M" for stage in stages)
-    less += f" stages.attention_transfer.data.pack.seq_len={row}" * recipe.startswith("hybrid-native")
+    less = ""
+    if not (of_images or encoder):
+        text = natives.source_config.get_text_config(decoder=True)
+        row = min(1024, getattr(text, "max_position_embeddings", None) or 1024)
+        stages = load_recipe(recipe, [f"model.base={folder}", "convert=null"]).stages
+        less = f" For a first try on a CPU add data.pack.seq_len={row}"
+        less += "".join(f" stages.{stage.name}.tokens=1M" for stage in stages)
+        less += "".join(f" stages.{s.name}.data.pack.seq_len={row}" for s in stages if s.data.pack.seq_len)
     return (
-        f"distil it: {command}\n--dry-run tells the time.{'' if of_images or encoder else less}\n"
+        f"distil it: {command}\n--dry-run tells the time.{less}\n"
         f"The recipe's data are on the Hub; for your own{files} add {own}"
     )
 

@@ -29,7 +29,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, check_shapes, to_gate_heads, use_kernels, wants_gradients
 from ..layers.gate_linear import DecayLinear, before_softplus
-from ..layers.norm import HeadNorm, unit_rows
+from ..layers.norm import unit_rows
 from ..layers.recurrent import Recurrent
 from .launch import chunked_op, runs_on, pool_op, step_op
 from .eager import DeltaState, Inputs, fresh_state, gated_output, gdn_chunked, gdn_step, neutral, written_values
@@ -248,20 +248,19 @@ class GatedDeltaNet(Recurrent, Mixer):
         if native:
             constant = import_module("..layers.constant", __package__)
             self.ones_direction, self.open = constant.ones_direction, constant.OPEN
+        self.memories = memories
         self.build(state_heads, feature_map, norm, (half_life_min, half_life_max), chunk_size)
         self.feature_map, self.value_act = feature_map, value_act
-        self.write, self.gate_std, self.memories = write, gate_std, memories
+        self.write, self.gate_std = write, gate_std
 
-        H, E = memories * site.heads, memories * self.state_count
-        if memories > 1:
-            self.norm = HeadNorm(H, site.value_dim)
+        E = memories * self.state_count
         self.decay = DecayLinear(site.hidden, E)
         self.A_log = nn.Parameter(torch.empty(E))
         self.strength = DecayLinear(site.hidden, E, bias=not native)
         self.build_maps(maps)
         self.build_taps(taps)
         if output_gate:
-            self.output_gate = nn.Linear(site.hidden, H * site.value_dim, bias=False)
+            self.output_gate = nn.Linear(site.hidden, memories * site.heads * site.value_dim, bias=False)
 
     @classmethod
     def parts(cls, site: AttentionSite, options: dict[str, Any]) -> dict[str, str]:
@@ -328,9 +327,7 @@ class GatedDeltaNet(Recurrent, Mixer):
         q, k, v = self.for_memories(q, k, v)
         if self.taps == 1:
             q, k, v = self._features(q, k, v, layout.plain)
-        heads, gate = self.memories * self.site.heads, None
-        if hasattr(self, "output_gate"):
-            gate = F.silu(self.output_gate(x)).unflatten(-1, (heads, -1))
+        gate = F.silu(self.output_gate(x)).unflatten(-1, (q.shape[2], -1)) if hasattr(self, "output_gate") else None
         return (q, k, v, g, beta, None if self.norm else read_gate, write_gate), (read_gate if self.norm else None, gate)
 
     def scan(self, inputs: Tensors, layout: TokenLayout, state: GDNState | None) -> tuple[tuple[Tensor], GDNState]:

@@ -50,7 +50,7 @@ class Recurrent(Mixer):
         if feature_parts(feature_map):
             self.features = import_module(".features", __package__).Features.at(site, feature_map)
         self.key_dim = site.key_dim if self.features is None else self.features.size
-        self.norm = HeadNorm(site.heads, site.value_dim) if norm == "head" else None
+        self.norm = HeadNorm(self.memories * site.heads, site.value_dim) if norm == "head" else None
 
     def build_taps(self, taps: int) -> None:
         """The convolution over q, k and v, each channel by itself."""

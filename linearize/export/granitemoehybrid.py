@@ -31,7 +31,6 @@ def obstacles(config: Any) -> list[str]:
     found += layers.common_obstacles(text)
     if getattr(text, "mlp_bias", False):
         found.append("biases of the MLP (mlp_bias)")
-    found += layers.memory_obstacles(config)
     D, H = layers.head_dim(text), text.num_attention_heads
     if text.hidden_size != H * D:
         size = text.hidden_size

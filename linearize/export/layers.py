@@ -14,6 +14,7 @@ NO_SOFTMAX = (
     "no layer keeps softmax, and transformers' classes write text only with one that does (convert with --keep-softmax "
     "every:4:3, or give a layer of this one its softmax back: linearize convert DIR --restore 3)"
 )
+TWO_SIZES = "layers with one and with two memories a head: the format has one size"
 
 
 def linear_layers(config: Any) -> dict[int, dict[str, Any]]:
@@ -47,18 +48,14 @@ def layer_obstacles(config: Any, mechanism: str, options: dict[str, Any], ask: s
             found.append((f"key heads {[*site['softmax_groups']]} keep softmax", number))
     windows = sum(layer["mechanism"] == "window" for layer in linear.values())
     none_kept = len(linear) - windows == config.get_text_config().num_hidden_layers
-    return grouped(found) + [NO_SOFTMAX] * none_kept  # transformers counts the tokens of a cache in one
+    several = len({memories(layer) for layer in linear.values()}) > 1
+    # transformers counts the tokens of a cache in a softmax layer
+    return grouped(found) + [TWO_SIZES] * several + [NO_SOFTMAX] * none_kept
 
 
 def memories(layer: dict[str, Any]) -> int:
     """Of each query head in a layer of the plan, which says nothing where its checkpoint is older than the option."""
     return int(layer["options"].get("memories", 1))
-
-
-def memory_obstacles(config: Any) -> list[str]:
-    """Why the memories of linear layers do not fit a format, which has one number of them."""
-    several = len({memories(layer) for layer in linear_layers(config).values()}) > 1
-    return ["layers with one and with two memories a head: the format has one size"] * several
 
 
 def common_obstacles(text: Any) -> list[str]:

@@ -29,7 +29,6 @@ def obstacles(config: Any) -> list[str]:
     """Why a converted model is not exact in this format."""
     text = config.get_text_config()
     found = layers.layer_obstacles(config, MECHANISM, {"native": True}, ASK) + layers.common_obstacles(text)
-    found += layers.memory_obstacles(config)
     if getattr(text, "attention_bias", False):
         found.append("biases of q, k and v (attention_bias): vLLM and SGLang do not read them")
     if text.rms_norm_eps != 1e-6:
