@@ -73,13 +73,13 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BIDIRECTIONAL, PUBLISHED),
     "saga": (BIDIRECTIONAL, PUBLISHED),
     "sla": (
-        {"base": "gla", "feature_map": "hedgehog", "state_heads": "query", "window": 128, "sink": 1},
-        {"base": "gla", "state_heads": "query", "window": 256, "sink": 1},
+        {"base": "gdn", "feature_map": "hedgehog", "state_heads": "query", "window": 128, "sink": 1},
+        {"base": "gla", "state_heads": "query", "window": 440, "sink": 1},
         {"base": "gla", "window": 128, "sink": 1},
         {"faithful": True, "base": "gla"},
     ),
     # What `--kept-window` makes of kept layers.
-    "window": ({"window": 1024, "sink": 4}, {"window": 256, "sink": 1}),
+    "window": ({"window": 1024, "sink": 4}, {"window": 440, "sink": 1}),
 }
 # Defaults, the other number of memories, and other bases of SLA.
 OTHERS: dict[str, tuple[dict[str, Any], ...]] = {

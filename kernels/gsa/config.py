@@ -55,6 +55,9 @@ class Config(NamedTuple):
     sweep_from: int = 0
     # Tokens of a chunk there; 0: `chunk`.
     sweep_chunk_size: int = 0
+    # Warps of walk.py's kernel, 0: it does not run; tokens times memories up to which it takes the forward pass.
+    walk: int = 0
+    walk_to: int = 1 << 17
 
 
 # triton 3.4 to 3.7 miscompile some products with the transpose of a product, which a memory in sweep.py is. With 3.6
@@ -62,14 +65,14 @@ class Config(NamedTuple):
 UNCHECKED = "3.7"
 
 # (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: `stack`, key_stages and step_warps
-# on H200s, the sweeps on one H100. Below `sweep_from` the other kernels' fewer launches take less time.
+# on H200s, the sweeps on one H100, the walk on an H200. Below `sweep_from` the other kernels' fewer launches take less time.
 SHIPPED: dict[tuple[tuple[int, int], int, int], dict[str, Any]] = {
     ((9, 0), 64, 64): {"stack": 2, "key_stages": 2, "step_warps": 2},
     ((9, 0), 64, 128): {
         "stack": 2, "key_stages": 2, "step_warps": 2, "sweep": (*(Walk(64, 4, 3),) * 3, Walk(64, 4, 2)),
         "sweep_from": 1 << 18,
     },
-    ((9, 0), 128, 64): {"step_warps": 8, "sweep": (Walk(64, 4, 3),) * 4},
+    ((9, 0), 128, 64): {"step_warps": 8, "sweep": (Walk(64, 4, 3),) * 4, "walk": 8},
     ((9, 0), 128, 128): {"step_warps": 8, "sweep": (Walk(64, 4, 2),) * 4},
     ((9, 0), 64, 256): {
         "sweep": (Walk(64, 4, 1), Walk(64, 4, 3), Walk(64, 4, 3), Walk(64, 4, 1)), "sweep_from": 1 << 17, "sweep_chunk_size": 64,
@@ -102,7 +105,7 @@ def choose(capability: tuple[int, int], shared: int, M: int, D: int, DV: int, dt
     if dtype == torch.bfloat16:
         config = config._replace(**SHIPPED.get((capability, config.block_m, max(config.block_d, config.block_dv)), {}))
     if triton is not None and triton.__version__.startswith(UNCHECKED):
-        config = config._replace(sweep=())
+        config = config._replace(sweep=(), walk=0)
     return config
 
 

@@ -255,6 +255,8 @@ class GatedSlotAttention(Mixer):
         self.half_lives, self.gate_std = (half_life_min, half_life_max), gate_std
 
         self.decay, self.read = decay, read
+        # Gates that need no state are made of hidden states alone, where a server compiles.
+        self.gates_early = not clock and decay != "none"
         if decay == "none":
             abc = import_module(".abc_gates", __package__)
             self.abc_gates, self.abc_state, self.nothing = abc.abc_gates, abc.ABCState, abc.NOTHING
@@ -298,7 +300,7 @@ class GatedSlotAttention(Mixer):
     def gates(self, f: Tensor, layout: TokenLayout, seen: Tensor | int) -> Tensor:
         """Log-decays g = log sigmoid(f) / tau, f = W x + bias, [B,T,E,M] fp32, <= 0; `seen` as for `positions`."""
         if not self.clock:
-            return log_decays(f, self.damping)
+            return log_decays(f, self.damping, plain=layout.plain)
         place = layout.places
         if place is None and layout.cu_seqlens is not None:
             cu = layout.cu_seqlens
@@ -317,7 +319,9 @@ class GatedSlotAttention(Mixer):
 
     def project(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensors, Tensors]:
         f = self._before_gates(x)
-        if layout.plain:  # what torch.compile makes of a product alone may have strides of its own
+        if self.gates_early:
+            f = self.gates(f, layout, 0)
+        elif layout.plain:  # what torch.compile makes of a product alone may have strides of its own
             f = f.float()
         return (_act(q, self.feature_map), _act(k, self.feature_map), _act(v, self.value_act), f), ()
 
@@ -336,7 +340,7 @@ class GatedSlotAttention(Mixer):
                 before = torch.where(seen[:, None, None] > 0, held, self.nothing)
             g, total = self.abc_gates(f, padding, segments, before, cu)
         else:
-            g = self.gates(f, layout, 0 if seen is None else seen)
+            g = f if self.gates_early else self.gates(f, layout, 0 if seen is None else seen)
         # Autocast would run the fp32 memories' products in half precision.
         with full_precision(q.device):
             o, state = gsa(

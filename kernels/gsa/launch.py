@@ -21,6 +21,7 @@ from .sweep import (
     read_kernel,
     sums_kernel,
 )
+from .walk import walk_kernel
 from ..gpu.launch import Problem, dense, in_rows, launch, lay_out, scratch, strides, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import refusal
@@ -162,6 +163,12 @@ def results(x: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 def forward(call: Call, o: Tensor, K1: Tensor, V1: Tensor) -> None:
     x = GSAProblem(call)
+    if walks(x):
+        x.launch(
+            walk_kernel, (x.E, x.layout.rows), x.q, x.k, x.v, x.g, call.cu, *x.start, K1, V1, o, x.scale,
+            *strides(x.q, x.k, x.v), x.T, x.E, x.E // x.k.shape[2], warps=x.config.walk, START=x.start[0] is not None,
+        )  # fmt: skip
+        return
     if x.swept:
         _sweep_forward(Sweep(x), o, K1, V1)
         return
@@ -224,6 +231,8 @@ def _both(x: GSAProblem, *gradients: Tensor | None) -> list[Tensor | None]:
 
 # Slots of a program, and its warps, of the kernels that load and store more than they compute.
 SLOTS, WARPS = 64, 4
+# Mean tokens of rows that one program each walks along.
+LONGEST = 1024
 # Programs of the second launch of `factors`, which finds nothing to do where gates are usual.
 SECOND = 1024
 
@@ -237,6 +246,14 @@ def sweeps(x: GSAProblem) -> bool:
     known = x.call.segments is None or x.call.chunks is not None
     plain = known and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
     return plain and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
+
+
+def walks(x: GSAProblem) -> bool:
+    """Whether `walk_kernel` takes this call: memories that fit a program's registers, and short rows or sequences of so few
+    tokens in all that the host is what waits."""
+    c, tokens = x.config, x.B * x.T
+    plain = x.segments is None and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
+    return plain and c.walk > 0 and tokens * x.E <= c.walk_to and tokens <= x.layout.rows * LONGEST
 
 
 def chunk_tables(

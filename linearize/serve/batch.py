@@ -19,6 +19,8 @@ from .states import Pool, StateLayout, store
 
 # A prompt of so many tokens fills a GPU by itself; as the only sequence of a call it has the choice of all kernels.
 LONG = 1024
+# So many tokens of prompts that begin read no states beside those that go on: the bytes cost more than a call.
+FRESH = 4096
 
 
 class Prompts(NamedTuple):
@@ -59,11 +61,15 @@ class Batch:
     lengths: Tensor | None = None
 
 
-def grouped(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Prompts of these lengths as ranges of them, one for each call: a long one has a call of its own."""
+def grouped(lengths: Sequence[int], seen: Sequence[int]) -> list[tuple[int, int]]:
+    """Prompts of these lengths, of which `seen` tokens came before, as ranges of them, one for each call: a long one
+    has a call of its own, and so have the last ones if they all begin and are many."""
+    begin = max((i + 1 for i, n in enumerate(seen) if n > 0), default=0)
+    if sum(lengths[begin:]) < FRESH:
+        begin = 0
     ranges: list[tuple[int, int]] = []
     for i, length in enumerate(lengths):
-        if ranges and length < LONG and lengths[i - 1] < LONG:
+        if ranges and i != begin and length < LONG and lengths[i - 1] < LONG:
             ranges[-1] = ranges[-1][0], i + 1
         else:
             ranges.append((i, i + 1))
@@ -76,7 +82,7 @@ def prompts_of(
     """Prompts of these lengths, of which `seen` tokens came before, as calls. `starts` [S+1], `before` and `rows` [S]
     are on the device; `first` is the first token of the first prompt, from which `starts` count."""
     found = []
-    for begin, end in grouped(lengths):
+    for begin, end in grouped(lengths, seen):
         tokens = sum(lengths[begin:end])
         own = (starts[begin : end + 1] - starts[begin]).int()
         own.memo = {}  # type: ignore[attr-defined]  # all layers of the step see these sequences (layout.py's `once`)

@@ -32,6 +32,7 @@ from ..terminal.output import short
 from ..terminal.progress import progress
 from ..verify.child.behaviours import held_bytes
 from ..verify.child.inputs import cache_of, most_tokens, with_cache
+from .step_attention import step_attention
 
 BATCH = "batch.json"
 LARGEST, ON_CPU = 2048, 16  # texts at a time
@@ -105,7 +106,7 @@ class Author:
         self.cache.reset()
         before, self.model.generation_config = self.model.generation_config, self.style
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), quiet():
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), quiet(), step_attention(self.model):
                 torch.manual_seed(seed)
                 made = self.model.generate(
                     ids, attention_mask=mask, max_new_tokens=self.length, **with_cache(self.model, self.cache)

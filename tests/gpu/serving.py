@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "all linear": ALL,
     "hybrid": (None, *ALL[:6], None, ("gla", {"heads": "0"}), *ALL[10:13], None),
     "gdn": (("gdn", {"window": 16}),) * 4,
-    "gsa": (("gsa", {"window": 16}),) * 4,
+    "gsa": (("gsa", {"window": 16}), ("gsa", {"slots": 128, "state_heads": "query", "clock": 0, "window": 16})) * 2,
     "gla": (("gla", {}),) * 4,
 }
 

@@ -37,6 +37,12 @@ SWEPT: list[dict[str, Any]] = [
         for D in (64, 128)
         for more in ({}, {"state": True}, {"state": True, "gate": 30.0})
     ),
+    # Short rows and sequences: walk.py. Beyond 1,024 tokens, sweep.py again.
+    *(
+        {"E": 4, "M": 128, "D": 64, "gate": gate, **more}
+        for gate in (1.0, 30.0)
+        for more in ({"T": 70, "state": True}, {"T": 1030}, {"B": 1, "T": 700, "cu": [0, 1, 1, 65, 700], "state": True})
+    ),
     # In a long row what rounding leaves of dg could add up.
     *({"E": 4, "M": 128, "D": 128, "B": 1, "T": 8192, "gate": gate} for gate in (0.02, 1.0, 30.0)),
 ]

@@ -74,12 +74,20 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     # Where slots are overwritten, little of dg is left of what it is computed from.
     "sweep_of_turns": [{"sweep": 4, "E": 2, "M": 32, "T": 70, "special": "turns", "dtype": "bfloat16"}],
+    # One program for both memories of a head, row by row or sequence by sequence.
+    "walk": [
+        {"walk": 4, "E": 2, "B": 2, "T": 70, "state": True},
+        {"walk": 4, "E": 2, "Hkv": 2, "cu": [0, 1, 1, 36, 70], "T": 70, "state": True},
+        {"walk": 4, "E": 2, "M": 32, "T": 70, "gate": 40.0},
+        {"walk": 4, "E": 2, "cu": [0, 32, 50], "T": 50, "special": "infinite", "state": True},
+        {"walk": 4, "E": 2, "T": 70, "dtype": "bfloat16", "gate": 40.0, "state": True},
+    ],
     "step": [{"T": 1, "step": True}, {"T": 1, "step": True, "padding": "left", "B": 2, "H": 4, "E": 2, "M": 20}],
 }
 
 
 SLOW = ("heads_and_sizes", "segments", "sequences", "states", "strong_gates")
-SLOW += ("sweep", "sweep_in_pieces", "sweep_of_sequences", "sweep_in_steps", "sweep_in_bf16")
+SLOW += ("walk", "sweep", "sweep_in_pieces", "sweep_of_sequences", "sweep_in_steps", "sweep_in_bf16")
 
 
 @pytest.mark.parametrize("group", with_slow(CASES, *SLOW))
@@ -152,6 +160,18 @@ def test_safe_configurations_fit_their_budget(sizes: tuple[int, int, int]) -> No
         assert kernel.metadata.shared <= budget * 1024, (name, config)
 
 
+def test_the_walk_of_hopper_fits_its_shared_memory_and_transposes_no_product() -> None:
+    from linearize_kernels.gsa.config import choose
+    from linearize_kernels.gsa.walk import walk_kernel
+
+    config = choose((9, 0), 227 * 1024, 128, 64, 64, torch.bfloat16)
+    constants = overrides_for(config, 128, 64) | {"VARLEN": True, "START": True, "SHARE": 4}
+    kinds = {"scale": "fp32", "p_cu": "*i32", **dict.fromkeys(("p_q", "p_k", "p_v", "p_o"), "*bf16")}
+    kernel = compile_kernel(walk_kernel, 90, constants, kinds, 8)
+    assert kernel.metadata.shared <= 227 * 1024
+    assert transposed_products(kernel) == []
+
+
 @pytest.mark.parametrize(("M", "D"), [(128, 64), (64, 128), (128, 128), (64, 256), (128, 256)])
 @pytest.mark.parametrize("name", ["read", "mix", "keys", "gates"])
 def test_sweeps_of_hopper_fit_its_shared_memory(name: str, M: int, D: int) -> None:
@@ -178,6 +198,7 @@ def test_triton_versions_that_were_not_checked_sweep_nothing(monkeypatch: pytest
     for version, sweeps in (("3.6.0", True), ("3.7.1", False)):
         monkeypatch.setattr(config.triton, "__version__", version)
         assert bool(config.choose((9, 0), 227 * 1024, 128, 128, 128, torch.bfloat16).sweep) == sweeps
+        assert bool(config.choose((9, 0), 227 * 1024, 128, 64, 64, torch.bfloat16).walk) == sweeps
 
 
 def test_kernels_leave_calls_to_pytorch_where_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +316,8 @@ def results(case: dict[str, Any], made: dict[str, Any], reference: bool) -> dict
 
 
 def compare(case: dict[str, Any]) -> dict[str, float]:
-    """`sweep`: the kernels of sweep.py, with that many programs to fill the GPU; `chunk`: their tokens of a chunk."""
+    """`sweep`: the kernels of sweep.py, with that many programs to fill the GPU; `chunk`: their tokens of a chunk.
+    `walk`: the kernel of walk.py, with that many warps."""
     from linearize_kernels.gsa import launch
     from linearize_kernels.gsa.config import Walk
 
@@ -305,7 +327,7 @@ def compare(case: dict[str, Any]) -> dict[str, float]:
         "sweep_programs": case.get("sweep"),
         "sweep_chunk_size": case.get("chunk", 0),
     }
-    walks = walks if "sweep" in case else {}
+    walks = walks if "sweep" in case else {"walk": case.get("walk", 0)}
     with mock.patch.object(launch, "configure", lambda *inputs: configure(*inputs)._replace(**walks)):
         return largest_errors(results(case, made, False), results(case, made, True))
 

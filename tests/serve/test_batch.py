@@ -41,6 +41,7 @@ def test_ragged_batches_equal_single_sequences(
 ) -> None:
     """`long`: prompts of so many tokens have calls of their own."""
     monkeypatch.setattr(batches, "LONG", long)
+    monkeypatch.setattr(batches, "FRESH", 5 * long)
     mixer, chance = make(name, options), random.Random(5)
     layout, lengths = StateLayout(example_state(mixer, torch.float64)), [1, 2, 9, 30, 30, 5, 1, 17]
     sequences = [tokens(T) for T in lengths]
@@ -83,12 +84,23 @@ def test_ragged_batches_equal_single_sequences(
 
 def test_a_long_prompt_has_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "LONG", 10)
-    assert grouped([3, 4, 12, 5, 5, 30, 40, 2]) == [(0, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
+    assert grouped([3, 4, 12, 5, 5, 30, 40, 2], [0] * 8) == [(0, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
     starts, before, rows = torch.tensor([7, 10, 14, 26]), torch.tensor([0, 5, 0]), torch.tensor([4, 2, 9])
     first, second = prompts_of([3, 4, 12], [0, 5, 0], 7, starts, before, rows)
     assert (first.first, first.tokens, first.rows.tolist(), first.starts.tolist()) == (7, 7, [4, 2], [0, 3, 7])
     assert (second.first, second.tokens, second.rows.tolist(), second.starts.tolist()) == (14, 12, [9], [0, 12])
     assert [first.fresh, second.fresh] == [False, True]
+
+
+def test_many_prompts_that_begin_are_read_apart_from_those_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "FRESH", 10)
+    assert grouped([3, 4, 5, 6], [9, 0, 0, 0]) == [(0, 1), (1, 4)]
+    assert grouped([3, 4, 5, 6], [0, 9, 0, 0]) == [(0, 2), (2, 4)]
+    assert grouped([3, 4, 5], [9, 0, 0]) == [(0, 3)]
+    assert grouped([3, 4, 5, 6], [9, 0, 0, 1]) == [(0, 4)]
+    starts, rows = torch.tensor([0, 3, 7, 13]), torch.tensor([4, 2, 9])
+    first, second = prompts_of([3, 4, 6], [9, 0, 0], 0, starts, torch.tensor([9, 0, 0]), rows)
+    assert (first.fresh, first.begun, second.fresh, second.begun) == (False, None, True, None)
 
 
 @torch.no_grad()

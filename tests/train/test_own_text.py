@@ -10,6 +10,7 @@ import torch
 from conftest import holds
 from training import BYTES, EOS, T, base, byte_tokenizer, make_recipe, metrics, small_source, stage, write_data
 from transformers import AutoModelForCausalLM
+from triton_tools import interpreted
 
 from linearize.data.packing import hashed_generator
 from linearize.errors import Exit, LinearizeError
@@ -18,9 +19,10 @@ from linearize.job.dry_run import dry_run
 from linearize.measure.free_generation import continued
 from linearize.recipe.data import OwnText
 from linearize.recipe.recipe import Recipe
-from linearize.train import own_text
+from linearize.train import own_text, step_attention
 from linearize.train.own_text import find_prompts, rows_in, shards_of, write_own_text
 from linearize.train.runtime import TextSource
+from linearize_kernels.layers.softmax_step import softmax_step
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,34 @@ def test_padding_and_the_room_of_the_cache_leave_no_trace(teacher: Any) -> None:
         prompts = [byte_tokenizer()(text)["input_ids"] for text in texts]
         expected = [continued(teacher, torch.tensor([prompt]), 16)[0].tolist() for prompt in prompts]
         assert [ids for ids, _ in author.write(prompts, 0)] == expected
+
+
+def by_the_kernel(folder: str) -> tuple[list[Any], list[int]]:
+    """What is written of the likeliest tokens, by a converted model as its teacher, and at which places the kernel took
+    a token."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    name = model.config._attn_implementation
+    places: list[int] = []
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        places.append(int(arguments[4]))
+        return softmax_step(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), model.teacher():
+        patch.setattr(step_attention, "softmax_step", counted)
+        author = own_text.Author(model, byte_tokenizer(), OwnText(tokens=1, top_p=1e-6, stop="never"), 24, 8, 2)
+        made = author.write([byte_tokenizer()(text)["input_ids"] for text in ("ab", "abcdefgh")], 0)
+    assert model.config._attn_implementation == name
+    return made, places
+
+
+def test_the_kernel_writes_the_same_tokens(root: Path, teacher: Any) -> None:
+    author = own_text.Author(teacher, byte_tokenizer(), OwnText(tokens=1, top_p=1e-6, stop="never"), 24, 8, 2)
+    expected = author.write([byte_tokenizer()(text)["input_ids"] for text in ("ab", "abcdefgh")], 0)
+    made, places = interpreted(by_the_kernel, str(base(root, "llama")))
+    assert made == expected
+    layers = teacher.config.num_hidden_layers
+    assert places == [place for place in range(24, 31) for _ in range(layers)]
 
 
 def interrupting(patch: pytest.MonkeyPatch) -> list[int]:
