@@ -3,7 +3,8 @@
     out_t = act(bias + sum_{i<K} taps_i y_{t-(K-1)+i})        the last tap weighs the token itself; act: none, or SiLU
 
 Padding is left out of the count of tokens, and nothing crosses from one document to the next. In PyTorch that is some
-ten passes over y; on a GPU it is one kernel each way, but beside padding. Backwards, with p_t = do_t act'(..):
+ten passes over y; on a GPU it is one kernel each way, but beside padding, and one launch for q, k and v of a decode step
+whose last tokens lie in a server's pool. Backwards, with p_t = do_t act'(..):
 
     dy_t = sum_s taps_{K-1-s} p_{t+s}        dtaps_i = sum_t p_t y_{t-(K-1)+i}        dbias = sum_t p_t
 
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gpu.launch import dense, launch, scratch, unavailable
+from ..gpu.launch import dense, in_rows, launch, scratch, unavailable
 from ..gpu.operators import operator, own_namespace
 from ..gpu.triton_helpers import jit, tl, triton
 from ..layout import once
@@ -65,6 +66,20 @@ def short_conv(
         out, tail = _rows(y, taps, tail, padding, segments)
     out = out if bias is None else out + bias.to(out.dtype)
     return (F.silu(out) if swish else out).to(dtype), tail
+
+
+def conv_in_pool(
+    inputs: tuple[Tensor, Tensor, Tensor], taps: tuple[Tensor, Tensor, Tensor], tails: tuple[Tensor, ...], rows: Tensor,
+    biases: tuple[Tensor, ...] = (), padding: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """q, k and v [B,1,heads,Y] of one token behind the convolution, each as `short_conv` has it (with SiLU where there are
+    biases), from `tails` [N,K-1,heads,Y] of a pool: rows [B] of them are read, and changed in place; below 0 is
+    padding, whose output means nothing. None where the kernel does not take the call."""
+    one = inputs[0].shape[1] == 1 and padding is None and not wants_gradients(*inputs, *taps, *biases, *tails)
+    if not one or not all(map(_takes, inputs, taps, tails, (None,) * 3)) or any(y.dtype != torch.float32 for y in tails):
+        return None
+    made: tuple[Tensor, Tensor, Tensor] = pool_op(*inputs, *taps, *(biases or (None,) * 3), *tails, rows)
+    return made
 
 
 def _takes(y: Tensor, taps: Tensor, tail: Tensor | None, padding: Tensor | None) -> bool:
@@ -213,6 +228,48 @@ def store_end(p_y, p_tail, p_number, p_cu, p_last, o_d, i_s, i_h, T, H, s_b, s_t
 
 
 @jit
+def step_kernel(p_q, p_k, p_v, p_qtaps, p_ktaps, p_vtaps, p_qbias, p_kbias, p_vbias, p_queries, p_keys, p_values, p_rows,
+                p_oq, p_ok, p_ov, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_queries, s_keys, s_values, H, E, EV,
+                D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, SWISH: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """One token of q, k and v, and its place among the last ones. Grid (H + E + EV heads, rows)."""
+    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tl.load(p_rows + i_b).to(tl.int64)
+    if i_h < H:
+        step(p_q + i_b * s_qb + i_h * s_qh, p_qtaps, p_qbias, p_queries + row * s_queries, p_oq + (i_b * H + i_h) * D, row,
+             i_h, H, D, K, SWISH, BD)  # fmt: skip
+    elif i_h < H + E:
+        i_h -= H
+        step(p_k + i_b * s_kb + i_h * s_kh, p_ktaps, p_kbias, p_keys + row * s_keys, p_ok + (i_b * E + i_h) * D, row, i_h, E,
+             D, K, SWISH, BD)  # fmt: skip
+    else:
+        i_h -= H + E
+        step(p_v + i_b * s_vb + i_h * s_vh, p_vtaps, p_vbias, p_values + row * s_values, p_ov + (i_b * EV + i_h) * DV, row,
+             i_h, EV, DV, K, SWISH, BD)  # fmt: skip
+
+
+@jit
+def step(p_y, p_taps, p_bias, p_tail, p_out, row, i_h, H, D: tl.constexpr, K: tl.constexpr, SWISH: tl.constexpr,
+         BD: tl.constexpr):  # fmt: skip
+    """One head of one token; a row below 0 reads no tail and writes none."""
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    m_tail = o_d < tl.where(row >= 0, D, 0)
+    b_y = tl.load(p_y + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_x = b_y * tl.load(p_taps + (i_h * D + o_d) * K + (K - 1), mask=m_d, other=0.0).to(tl.float32)
+    for j in tl.static_range(K - 1):
+        o_tail = (j * H + i_h) * D + o_d
+        b_t = tl.load(p_tail + o_tail, mask=m_tail, other=0.0)
+        b_x += b_t * tl.load(p_taps + (i_h * D + o_d) * K + j, mask=m_d, other=0.0).to(tl.float32)
+        if j > 0:
+            tl.store(p_tail + o_tail - H * D, b_t, mask=m_tail)
+    tl.store(p_tail + ((K - 2) * H + i_h) * D + o_d, b_y, mask=m_tail)
+    if SWISH:
+        b_x += tl.load(p_bias + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_x *= tl.sigmoid(b_x)
+    tl.store(p_out + o_d, b_x.to(p_out.dtype.element_ty), mask=m_d)
+
+
+@jit
 def behind(p_do, p_y, p_taps, p_bias, p_tail, p_number, p_cu, o_t, o_d, i_b, i_h, T, H, s_t, s_n, D: tl.constexpr,
            K: tl.constexpr, SWISH: tl.constexpr):  # fmt: skip
     """p of tokens o_t, [BR,BD]."""
@@ -277,6 +334,38 @@ def backward_kernel(p_do, p_dlast, p_y, p_taps, p_bias, p_tail, p_number, p_cu, 
 # ---------------------------------------------------------------- host side
 
 
+class StepCall(NamedTuple):
+    """The inputs of the operator for one token of each row."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_taps: Tensor
+    key_taps: Tensor
+    value_taps: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+
+
+def _step(x: StepCall, *out: Tensor) -> None:
+    """One launch: a program for each head of q, k and v and each row."""
+    inputs, K = [dense(y) for y in x[:3]], x.query_taps.shape[-1]
+    taps, biases = (y.contiguous() for y in x[3:6]), (None if y is None else y.contiguous() for y in x[6:9])
+    tails = [in_rows(y, x.rows) for y in x[9:12]]
+    heads = [y.shape[2] for y in inputs]
+    launch(
+        step_kernel, (sum(heads), len(x.rows)), *inputs, *taps, *biases, *tails, x.rows, *out,
+        *(step for y in inputs for step in (y.stride(0), y.stride(2))), *(y.stride(0) for y in tails), *heads,
+        num_warps=1, D=x.q.shape[-1], DV=x.v.shape[-1], K=K, SWISH=x.query_bias is not None,
+        BD=triton.next_power_of_2(max(x.q.shape[-1], x.v.shape[-1])),
+    )  # fmt: skip
+
+
 class Call(NamedTuple):
     """The inputs of the operator. `number` [B,T]: the document or, with `cu`, the sequence of each token."""
 
@@ -324,6 +413,10 @@ def _backward(x: Call, do: Tensor, dlast: Tensor | None) -> tuple[Tensor | None,
 
 
 NAMESPACE = own_namespace(__name__, "short_conv")
+pool_op = operator(
+    NAMESPACE, "short_conv_pool", StepCall, lambda x: [scratch(y, *y.shape, dtype=y.dtype) for y in x[:3]], _step, "o k v",
+    changed="queries keys values",
+)  # fmt: skip
 conv_op = operator(
     NAMESPACE, "short_conv", Call, _results, _forward, "out last", backward=_backward, leaves="y taps bias",
 )  # fmt: skip

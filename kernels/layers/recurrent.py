@@ -56,7 +56,8 @@ class Recurrent(Mixer):
         """The convolution over q, k and v, each channel by itself."""
         self.taps, site, M = taps, self.site, self.memories
         if taps > 1:
-            self.short_conv = import_module(".conv", __package__).short_conv
+            conv = import_module(".conv", __package__)
+            self.short_conv, self.conv_in_pool = conv.short_conv, conv.conv_in_pool
             self.query_taps = nn.Parameter(torch.empty(M * site.heads, site.key_dim, taps))
             self.key_taps = nn.Parameter(torch.empty(M * site.kv_heads, site.key_dim, taps))
             self.value_taps = nn.Parameter(torch.empty(M * site.kv_heads, site.value_dim, taps))
@@ -137,8 +138,12 @@ class Recurrent(Mixer):
             sequences = inputs[0].shape[0] if layout.cu_seqlens is None else len(layout.cu_seqlens) - 1
             return inputs, [y.new_empty(sequences, 0, *y.shape[2:], dtype=torch.float32) for y in inputs]
         rows = None if tails[0] is None else layout.rows
-        held = tails if rows is None else [take(tail, rows) for tail in tails]
         taps, places = (self.query_taps, self.key_taps, self.value_taps), (layout.padding, layout.segments)
+        if rows is not None:
+            one = self.conv_in_pool(inputs, taps, tails, rows, biases, layout.padding)
+            if one is not None:
+                return one, tails
+        held = tails if rows is None else [take(tail, rows) for tail in tails]
         made = [
             self.short_conv(*each, *places, layout.cu_seqlens, bias=bias, swish=bias is not None)
             for *each, bias in zip(inputs, taps, held, biases or (None,) * 3, strict=True)

@@ -11,7 +11,7 @@ from conftest import TOLERANCE, relative_error
 from torch import Tensor
 from triton_tools import interpreted
 
-from linearize_kernels.layers.conv import conv_op, short_conv
+from linearize_kernels.layers.conv import conv_in_pool, conv_op, pool_op, short_conv
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -65,7 +65,35 @@ def check_operator() -> None:
     leaves = [x.requires_grad_() for x in (y, taps, bias)]
     torch.library.opcheck(conv_op, (*leaves, None, number, None, True))
     torch.library.opcheck(conv_op, (*leaves[:2], None, torch.randn(2, 3, 3, 16), None, None, False))
+    one, tap = [torch.randn(2, 1, 3, 16)] * 3, [torch.randn(3, 16, 4)] * 3
+    pools = [torch.randn(5, 3, 3, 16) for _ in range(3)]
+    torch.library.opcheck(pool_op, (*one, *tap, None, None, None, *pools, torch.tensor([1, 4], dtype=torch.int32)))
 
 
 def test_the_operator_is_registered_as_it_should_be() -> None:
     interpreted(check_operator)
+
+
+def pool_errors(bias: bool) -> list[float]:
+    """Outputs and pools after one token of four rows, one of them padding, by the kernel and by PyTorch on copies."""
+    torch.manual_seed(0)
+    K, rows, real = 4, torch.tensor([3, -1, 0, 5], dtype=torch.int32), torch.tensor([0, 2, 3])
+    sizes = (4, 20), (2, 20), (2, 12)
+    inputs = tuple(torch.randn(4, H, 2, D)[:, :, :1].transpose(1, 2) for H, D in sizes)
+    taps = tuple(torch.randn(H, D, K) for H, D in sizes)
+    tails = tuple(torch.randn(7, K - 1, H, D) for H, D in sizes)
+    biases = tuple(torch.randn(H, D) for H, D in sizes) if bias else ()
+    expected = []
+    for y, tap, tail, b in zip(inputs, taps, tails, biases or (None,) * 3, strict=True):
+        held = tail[rows.clamp_min(0).long()]
+        out, last = short_conv(y, tap, held, None, None, bias=b, swish=bias, plain=True)
+        expected += [out[real], tail.index_copy(0, rows[real].long(), last[real])]
+    made = conv_in_pool(inputs, taps, tails, rows, biases)
+    assert made is not None
+    found = [x for out, tail in zip(made, tails, strict=True) for x in (out[real], tail)]
+    return list(itertools.starmap(relative_error, zip(found, expected, strict=True)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_token_of_rows_of_a_pool(bias: bool) -> None:
+    assert max(interpreted(pool_errors, bias)) < TOLERANCE[torch.float32]

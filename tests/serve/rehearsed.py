@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from linearize_kernels.gpu import launch
 from linearize_kernels.gpu.operators import HOSTS
 
-TOTAL = 4096
+TOTAL = 8192
 HEADS = Heads(32, 8, 64)
 NEAR = {"window": 64, "sink": 1}
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -59,7 +59,7 @@ def main() -> int:
             with launches.Recorded() as wanted:
                 for _ in range(40):
                     n, lengths = chance.choice((0, 1, 5)), [chance.randint(2, chance.choice((40, 300, 4000)))]
-                    while chance.random() < 0.8 and sum(lengths) < 3000:
+                    while chance.random() < 0.8 and sum(lengths) < chance.choice((3000, 7000)):
                         lengths.append(chance.randint(2, 900))
                     if n + sum(lengths) <= TOTAL:
                         seen = [chance.choice((0, 7)) for _ in lengths]
