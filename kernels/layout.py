@@ -76,6 +76,27 @@ def once(tensor: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made
     return made[key]
 
 
+def of_starts(cu: Tensor, key: Hashable, make: Callable[[Tensor], Made]) -> Made:
+    """make(cu) of the starts of sequences, kept as `once` keeps it. A server's starts have a twin on the CPU, `cu.host`: of
+    that it is made, since each of its dozens of small steps would take the host longer to launch, and copied."""
+
+    def made() -> Made:
+        host = getattr(cu, "host", None)
+        return make(cu) if host is None else _copied(make(host), cu.device)
+
+    return once(cu, key, made)
+
+
+def _copied(made: Any, device: torch.device) -> Any:
+    """Tensors of a tuple, or one, on a device."""
+    if isinstance(made, Tensor):
+        return made.to(device, non_blocking=True)
+    if not isinstance(made, tuple):
+        return made
+    parts = [_copied(part, device) for part in made]
+    return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
+
+
 def is_traced(tensor: Tensor) -> bool:
     """`is_tracing`, but for a CUDA graph that is recorded: there Python runs as always, and only waiting is forbidden."""
     if torch.compiler.is_compiling() or not is_tracing(tensor):

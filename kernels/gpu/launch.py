@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import once
+from ..layout import of_starts
 from .triton_helpers import load_rows, triton
 
 # Compiled kernels and the values of their constants, by what triton compiles for.
@@ -250,7 +250,7 @@ def lay_out(q: Tensor, cu: Tensor | None, C: int) -> ChunkLayout:
     if cu is None:
         N = -(-T // C)
         return ChunkLayout(N, B, B * (N + 1), None, None)
-    return once(cu, ("chunks", T, C), lambda: _chunks(cu, T, C))
+    return of_starts(cu, ("chunks", T, C), lambda starts: _chunks(starts, T, C))
 
 
 def _chunks(cu: Tensor, T: int, C: int) -> ChunkLayout:

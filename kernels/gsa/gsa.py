@@ -38,7 +38,7 @@ from .chunks import Read
 from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
 )  # fmt: skip
-from ..layout import TokenLayout, once
+from ..layout import TokenLayout, of_starts, once
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_half_lives, check_power_of_two, full_precision, positions
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.scan import document_tokens, numbered
@@ -168,7 +168,7 @@ def _gsa_triton(
     if cu is None:
         absorbed = real_tokens(q, padding)
     else:
-        absorbed = once(cu, "lengths", lambda: cu.diff().long())
+        absorbed = of_starts(cu, "lengths", lambda starts: starts.diff().long())
     return o, GSAState(K, V, absorbed if state is None else state.seen + absorbed)
 
 

@@ -25,7 +25,7 @@ from .walk import walk_kernel
 from ..gpu.launch import Problem, dense, in_rows, launch, lay_out, scratch, strides, width
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import refusal
-from ..layout import once
+from ..layout import of_starts, once
 
 
 def runs_on(q: Tensor, v: Tensor, g: Tensor) -> str:
@@ -316,7 +316,7 @@ class Sweep:
         else:
             cu = x.call.cu
             self.L, self.P = 1, len(cu) - 1
-            self.tables = once(cu, ("sweep", x.T, c.chunk_size), lambda: tables_of(cu, x.T, c.chunk_size))
+            self.tables = of_starts(cu, ("sweep", x.T, c.chunk_size), lambda starts: tables_of(starts, x.T, c.chunk_size))
         self.counts = x.T, N, self.L, self.P, x.E
         self.share = x.E // x.k.shape[2]
         self.d, self.W = x.new(x.B, x.T, x.E, x.M), self.factor()

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..gpu.launch import dense, in_rows, launch, scratch, unavailable
 from ..gpu.operators import operator, own_namespace
 from ..gpu.triton_helpers import jit, tl, triton
-from ..layout import once
+from ..layout import of_starts
 from .arguments import wants_gradients
 from .scan import numbered
 from .sequences import sequence_numbers, splice
@@ -56,7 +56,7 @@ def short_conv(
         number = None if segments is None else numbered(segments)
         if cu is not None:
             T = y.shape[1]
-            number = once(cu, ("numbers", T), lambda: sequence_numbers(cu, T)[None])
+            number = of_starts(cu, ("numbers", T), lambda starts: sequence_numbers(starts, T)[None])
         made: tuple[Tensor, Tensor] = conv_op(y, taps, bias, tail, number, cu, swish)
         return made
     dtype, y = y.dtype, y.to(torch.promote_types(y.dtype, torch.float32))
@@ -120,7 +120,7 @@ def _sequences(y: Tensor, taps: Tensor, tail: Tensor | None, cu: Tensor) -> tupl
     """The convolution of sequences laid end to end, in y's dtype."""
     K = taps.shape[-1]
     tail = y.new_zeros(len(cu) - 1, K - 1, *y.shape[2:]) if tail is None else tail
-    at = once(cu, ("spliced", y.shape[1], K - 1), lambda: splice(cu, y.shape[1], K - 1))
+    at = of_starts(cu, ("spliced", y.shape[1], K - 1), lambda starts: splice(starts, y.shape[1], K - 1))
     rows = at.join(tail, y)
     last = rows[0, at.ends[:, None] - (K - 1) + torch.arange(K - 1, device=y.device)]
     return _weighed(rows, taps).index_select(1, at.tokens - (K - 1)), last
@@ -414,7 +414,7 @@ def _backward(x: Call, do: Tensor, dlast: Tensor | None) -> tuple[Tensor | None,
 
 NAMESPACE = own_namespace(__name__, "short_conv")
 pool_op = operator(
-    NAMESPACE, "short_conv_pool", StepCall, lambda x: [scratch(y, *y.shape, dtype=y.dtype) for y in x[:3]], _step, "o k v",
+    NAMESPACE, "short_conv_pool", StepCall, lambda x: [scratch(y, *y.shape, dtype=y.dtype) for y in x[:3]], _step, "q1 k1 v1",
     changed="queries keys values",
 )  # fmt: skip
 conv_op = operator(

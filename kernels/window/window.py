@@ -36,7 +36,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, use_kernels, wants_gradients
 from ..layers.pool import check_pool, each_sequence, on_rows
-from ..layout import TokenLayout, once
+from ..layout import TokenLayout, of_starts, once
 from ..mixer import Bounds, Mixer, AttentionSite, full_precision
 from ..layers.scan import numbered
 from ..layers.sequences import sequence_numbers
@@ -262,7 +262,10 @@ def _spliced(
     """`_each` in one launch."""
     (sink, W), T, n = sizes, q.shape[1], len(cu) - 1
     held = None if state is None else state.held
-    ends = once(cu, ("window", T, state is None, sizes), lambda: _ends_of(cu, T, held, sizes))
+    if held is None:
+        ends = of_starts(cu, ("window", T, sizes), lambda starts: _ends_of(starts, T, None, sizes))
+    else:
+        ends = once(cu, ("window after", T, sizes), lambda: _ends_of(cu, T, held, sizes))
     if state is not None:
         q = q.index_select(1, ends.queries)
         k, v = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,8 @@ def prompts_of(
     for begin, end in grouped(lengths, seen):
         tokens = sum(lengths[begin:end])
         own = (starts[begin : end + 1] - starts[begin]).int()
-        own.memo = {}  # type: ignore[attr-defined]  # all layers of the step see these sequences (layout.py's `once`)
+        # All layers of the step see these sequences, and the CPU knows where they begin (layout.py's `of_starts`).
+        own.memo, own.host = {}, torch.tensor([0, *accumulate(lengths[begin:end])], dtype=torch.int32, device="cpu")  # type: ignore[attr-defined]
         fresh, all_begun = (not any(seen[begin:end])), all(seen[begin:end])
         begun = None if fresh or all_begun else before[begin:end, None] > 0
         found.append(Prompts(first, tokens, rows[begin:end].long(), own, begun, fresh))
