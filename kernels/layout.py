@@ -77,8 +77,8 @@ def once(tensor: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made
 
 
 def of_starts(cu: Tensor, key: Hashable, make: Callable[[Tensor], Made]) -> Made:
-    """make(cu) of the starts of sequences, kept as `once` keeps it. A server's starts have a twin on the CPU, `cu.host`: of
-    that it is made, since each of its dozens of small steps would take the host longer to launch, and copied."""
+    """make(cu) of the starts of sequences, kept as `once` keeps it. A server's starts have a twin on the CPU, `cu.host`.
+    Then make(cu.host) is copied: its dozens of small steps take less time there than launches for a GPU."""
 
     def made() -> Made:
         host = getattr(cu, "host", None)

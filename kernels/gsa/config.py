@@ -55,13 +55,14 @@ class Config(NamedTuple):
     sweep_from: int = 0
     # Tokens of a chunk there; 0: `chunk`.
     sweep_chunk_size: int = 0
-    # Warps of walk.py's kernel, 0: it does not run; tokens times memories up to which it takes the forward pass.
+    # Warps of walk.py's kernel; 0: it does not run.
     walk: int = 0
+    # Tokens times memories up to which it takes the forward pass.
     walk_to: int = 1 << 17
 
 
-# triton 3.4 to 3.7 miscompile some products with the transpose of a product, which a memory in sweep.py is. With 3.6
-# they were checked against float64; with this they were not.
+# triton 3.4 to 3.7 miscompile some products with the transpose of a product, which memories in sweep.py and walk.py are.
+# With 3.6 they were checked against float64; with this they were not.
 UNCHECKED = "3.7"
 
 # (capability, BM, wider of BD and BDV) -> what differs from `safe` for bf16. Measured: `stack`, key_stages and step_warps

@@ -340,6 +340,7 @@ class GatedSlotAttention(Mixer):
                 before = torch.where(seen[:, None, None] > 0, held, self.nothing)
             g, total = self.abc_gates(f, padding, segments, before, cu)
         else:
+            # Gates that were made early come in place of f.
             g = f if self.gates_early else self.gates(f, layout, 0 if seen is None else seen)
         # Autocast would run the fp32 memories' products in half precision.
         with full_precision(q.device):

@@ -231,7 +231,7 @@ def _both(x: GSAProblem, *gradients: Tensor | None) -> list[Tensor | None]:
 
 # Slots of a program, and its warps, of the kernels that load and store more than they compute.
 SLOTS, WARPS = 64, 4
-# Mean tokens of rows that one program each walks along.
+# Tokens of a row, on average, up to which one program walks along it.
 LONGEST = 1024
 # Programs of the second launch of `factors`, which finds nothing to do where gates are usual.
 SECOND = 1024

@@ -1,9 +1,8 @@
 """GSA on the GPU, forward in one launch: a program walks along one sequence with both memories of one query head.
 
-The maths of sweep.py, whose kernels hand over gates' sums, logits and weights [B,T,E,M] through memory: with a memory
-per query head that is most of their time. Here nothing is stored but o and the last memories. Both memories have to fit
-a program's registers, and there have to be sequences enough for all programs that a GPU runs at a time: a server's
-prompts.
+The maths of sweep.py, in one launch in place of seven, so it runs where the host is what waits: for a server's prompts.
+Gates' sums, logits and weights, which sweep.py hands over through memory, stay in registers, and so do both memories.
+Sequences have to be short, since one program reads a whole one.
 
 A step has C tokens, or as many as no slot decays by more than 2^-RANGE in. Letters as in sweep.py.
 """

@@ -119,7 +119,7 @@ step_op = operator(NAMESPACE, "softmax_step", StepCall, results, forward, "o")
 
 def obstacle(q: Tensor, values: Tensor) -> str:
     """Why the kernels cannot take q [B,H,1,D] and values [B,E,N,Dv]; empty when they can."""
-    return refusal(q.transpose(1, 2), values.transpose(1, 2), WIDEST, q.shape[1])
+    return refusal(q.transpose(1, 2), values.transpose(1, 2), WIDEST, 1)
 
 
 @functools.lru_cache(None)

@@ -522,6 +522,17 @@ def _band(W: int, c: int, device: torch.device) -> Tensor:
     return (ahead >= 1) & (ahead <= W)
 
 
+def _of_layout(
+    q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None, **sizes: Any
+) -> tuple[Tensor, Tensor, Ring]:
+    """`window` of a causal layout; autocast would round its scores to half precision."""
+    with full_precision(q.device):
+        return window(
+            q, k, v, **sizes, padding=layout.padding, segments=layout.segments, cu_seqlens=layout.cu_seqlens,
+            rows=layout.rows, places=layout.places, state=state,
+        )  # fmt: skip
+
+
 class Window(nn.Module):
     """The window of one mixer, and per query head and token how much of the mechanism beside it comes through."""
 
@@ -585,13 +596,11 @@ class Window(nn.Module):
         """Exact attention to the window: o [B,T,H,Dv], log Z [B,T,H] fp32, and the ring; none where it is
         bidirectional."""
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
-        places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments}
-        places["cu_seqlens"] = layout.cu_seqlens
-        # Autocast would round the scores to half precision.
+        if layout.causal:
+            return _of_layout(q, k, v, layout, state, **sizes)
+        places = {"padding": layout.padding, "segments": layout.segments, "cu_seqlens": layout.cu_seqlens}
         with full_precision(q.device):
-            if not layout.causal:
-                return *window_around(q, k, v, **sizes, **places), None
-            return window(q, k, v, **sizes, **places, rows=layout.rows, places=layout.places, state=state)
+            return *window_around(q, k, v, **sizes, **places), None
 
     @torch.no_grad()
     def calibrate(
@@ -678,7 +687,8 @@ class SinkWindow(Mixer):
         """Each head's sink becomes the one with which its output is nearest to the teacher's."""
         if self.sinks is None:
             return
-        near, mass, _ = self._attend(q, k, v, TokenLayout() if layout is None else layout, None)
+        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
+        near, mass, _ = _of_layout(q, k, v, TokenLayout() if layout is None else layout, None, **sizes)
         near, target, center = near.float(), o_teacher.float(), mass.mean((0, 1))
         square, product = near.square().sum(-1), (near * target).sum(-1)
         sinks = center + torch.linspace(*SINKS, device=q.device)[:, None]  # [N,H]
@@ -688,22 +698,11 @@ class SinkWindow(Mixer):
         self.sinks.copy_(sinks.gather(0, errors.argmin(0)[None])[0])
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
-        o, mass, state = self._attend(q, k, v, layout, state)
+        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
+        o, mass, state = _of_layout(q, k, v, layout, state, **sizes)
         if self.sinks is not None:
             o = o * torch.sigmoid(mass - self.sinks.float())[..., None].to(o.dtype)
         return o, state
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Any
-    ) -> tuple[Tensor, Tensor, Any]:
-        """`window` of these options."""
-        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
-        places: dict[str, Any] = {"padding": layout.padding, "segments": layout.segments, "rows": layout.rows}
-        places["cu_seqlens"] = layout.cu_seqlens
-        places["places"] = layout.places
-        # Autocast would round the scores to half precision.
-        with full_precision(q.device):
-            return window(q, k, v, **sizes, **places, state=state)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         row = self.site.kv_heads * (self.site.key_dim + self.site.value_dim) * item

@@ -279,7 +279,8 @@ WRITTEN = 2 * NEW_TOKENS
 # Seconds that a host takes to start one operation on a GPU, for which small models wait; and what one takes at least in
 # a recorded step, where nothing waits.
 LAUNCH, RECORDED = 4.5e-5, 1.6e-5
-# A token that is written, in a large batch, beside one of a pass; and seconds of a step at least, on a GPU. Rough.
+# A token that is written, in a large batch, beside one of a pass; and seconds of a step at least, on a GPU. Rough: for
+# 8M tokens of SmolLM2-135M on an H200 they make 95 s, and the teacher's measured rate 126.
 DECODED, STEP = 4, 0.01
 # AdamW and clipping on a CPU: operations for each tensor, and how often they read or write the bytes of the moments.
 OPTIMIZER_LAUNCHES, OPTIMIZER_READS = 8, 4

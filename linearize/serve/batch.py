@@ -20,7 +20,7 @@ from .states import Pool, StateLayout, store
 
 # A prompt of so many tokens fills a GPU by itself; as the only sequence of a call it has the choice of all kernels.
 LONG = 1024
-# So many tokens of prompts that begin read no states beside those that go on: the bytes cost more than a call.
+# Prompts that begin have a call of their own from so many tokens on: beside those that go on they would read zeros.
 FRESH = 4096
 
 
