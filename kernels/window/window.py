@@ -598,7 +598,9 @@ class Window(nn.Module):
         sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
         if layout.causal:
             return _of_layout(q, k, v, layout, state, **sizes)
-        places = {"padding": layout.padding, "segments": layout.segments, "cu_seqlens": layout.cu_seqlens}
+        places: dict[str, Any] = {
+            "padding": layout.padding, "segments": layout.segments, "cu_seqlens": layout.cu_seqlens,
+        }  # fmt: skip
         with full_precision(q.device):
             return *window_around(q, k, v, **sizes, **places), None
 
