@@ -88,9 +88,9 @@ def of_starts(cu: Tensor, key: Hashable, make: Callable[[Tensor], Made]) -> Made
 
 
 def _copied(made: Any, device: torch.device) -> Any:
-    """Tensors of a tuple, or one, on a device."""
+    """Tensors of a tuple, or one, on a device. From memory that is not pinned a GPU's driver may wait for its stream."""
     if isinstance(made, Tensor):
-        return made.to(device, non_blocking=True)
+        return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
     if not isinstance(made, tuple):
         return made
     parts = [_copied(part, device) for part in made]
