@@ -87,14 +87,18 @@ _placed_eagerly = torch.compiler.disable(_placed)
 
 def place_sequences(cu: Tensor, seen: Tensor | None, T: int, C: int) -> Places:
     """The same for sequences laid end to end, `cu` [S+1]: each is a row."""
-    cu = cu.long()
+    host, cu = getattr(cu, "host", None), cu.long()
     S, lengths = cu.shape[0] - 1, cu[1:] - cu[:-1]
     before = torch.zeros_like(lengths) if seen is None else seen
     token = torch.arange(T, device=cu.device)
     row = torch.bucketize(token, cu[1:], right=True).clamp(max=S - 1)
     position = token - cu[row] + before[row]
     block = position // C - (before // C)[row]
-    N = max(1, int(block.max()) + 1) if T else 1
+    if host is None:
+        N = max(1, int(block.max()) + 1) if T else 1
+    else:  # a server's, which knows the longest without asking the GPU (layout.py's `of_starts`)
+        longest = max(1, int(host.diff().max()))
+        N = -(-longest // C) if seen is None else (longest + C - 2) // C + 1
     zero = torch.zeros_like(token)
     places = _scattered(zero[None] == 0, block[None], position[None], zero[None], N, C, S, row[None])
     return places._replace(last=torch.zeros_like(before), tokens=lengths + before, untouched=lengths == 0)
