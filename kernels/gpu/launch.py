@@ -244,18 +244,23 @@ class ChunkLayout(NamedTuple):
     per_row: Tensor | None  # cu_seqlens: [rows,2] first slot, chunks
 
 
+def most_chunks(T: int, cu: Tensor | None, C: int) -> int:
+    """Chunks of a row of T tokens, or with cu_seqlens a bound on those of all sequences, for which nothing waits."""
+    return -(-T // C) if cu is None else T // C + len(cu) - 1
+
+
 def lay_out(q: Tensor, cu: Tensor | None, C: int) -> ChunkLayout:
     """The chunks of q [B,T,H,D]. With cu_seqlens their number is only bounded, so that nothing waits for the GPU."""
     B, T = q.shape[:2]
     if cu is None:
-        N = -(-T // C)
+        N = most_chunks(T, cu, C)
         return ChunkLayout(N, B, B * (N + 1), None, None)
     return of_starts(cu, ("chunks", T, C), lambda starts: _chunks(starts, T, C))
 
 
 def _chunks(cu: Tensor, T: int, C: int) -> ChunkLayout:
     """`lay_out` of sequences."""
-    S, N = cu.shape[0] - 1, T // C + cu.shape[0] - 1
+    S, N = cu.shape[0] - 1, most_chunks(T, cu, C)
     cu = cu.long()
     counts = (cu[1:] - cu[:-1] + C - 1) // C
     ends = counts.cumsum(0)

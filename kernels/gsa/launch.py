@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ from .sweep import (
     sums_kernel,
 )
 from .walk import walk_kernel
-from ..gpu.launch import Problem, dense, in_rows, launch, lay_out, scratch, strides, width
+from ..gpu.launch import (
+    ChunkLayout, Problem, dense, in_rows, launch, lay_out, most_chunks, scratch, strides, width,
+)  # fmt: skip
 from ..gpu.operators import operator, own_namespace
 from ..gpu.target import refusal
 from ..layout import of_starts, once
@@ -65,10 +68,11 @@ class GSAProblem(Problem):
         self.each = self.swept and call.cu is not None  # sequences are the pieces of a row
         if self.swept and self.config.sweep_chunk_size:
             self.config = self.config._replace(chunk_size=self.config.sweep_chunk_size)
-        self.layout = lay_out(call.q, call.cu, self.config.chunk_size)
-        self.grid = self.layout.chunks, self.B * self.E
+        self.rows = self.B if call.cu is None else len(call.cu) - 1
+        self.chunks = most_chunks(self.T, call.cu, self.config.chunk_size)
+        self.grid = self.chunks, self.B * self.E
         # What chunk kernels take after their tensors and strides.
-        self.counts = self.T, self.layout.chunks, self.H, self.E, self.E // self.k.shape[2]
+        self.counts = self.T, self.chunks, self.H, self.E, self.E // self.k.shape[2]
         # Query heads whose rows share one tile, where they come in that number.
         self.stack = self.config.stack if self.H // self.E % self.config.stack == 0 else 1
         self.constants = self._constants()
@@ -84,7 +88,7 @@ class GSAProblem(Problem):
             "BM": c.block_m,
             "BD": c.block_d,
             "BDV": c.block_dv,
-            "VARLEN": self.layout.per_chunk is not None,
+            "VARLEN": self.call.cu is not None,
             "SEGMENTS": self.segments is not None or self.each,
             "EACH": self.each,
             "RANGE": c.range,
@@ -92,6 +96,11 @@ class GSAProblem(Problem):
             "HOLD": c.hold,
             "PREC": c.precision,
         }
+
+    @functools.cached_property
+    def layout(self) -> ChunkLayout:
+        """Of the kernels that have a program for each chunk; those that walk along rows need none."""
+        return lay_out(self.call.q, self.call.cu, self.config.chunk_size)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 0, **changed: Any) -> None:
         launch(kernel, grid, *arguments, num_warps=warps or self.config.warps,
@@ -134,13 +143,13 @@ def scan(
     pieces: int = 0,
 ) -> None:
     """Run `scan_kernel` over K and V in place, from `start` and, where wanted, into `last`; over chunks or `pieces`."""
-    count = pieces or x.layout.chunks
+    count = pieces or x.chunks
     # One warp holds BX whole columns, four to a thread: little to exchange. Long rows keep more chunks in flight.
     BX, BN = min(128, x.config.block_d, x.config.block_dv), 2
     while BN < 16 and count > 32 * BN:
         BN *= 2
     x.launch(
-        scan_kernel, (x.M * -(-max(x.D, x.DV) // BX), x.layout.rows * x.E, 2),
+        scan_kernel, (x.M * -(-max(x.D, x.DV) // BX), x.rows * x.E, 2),
         K, V, decay, *start, *last, x.layout.per_row, count, x.E, warps=1, BN=BN, BX=BX, REVERSE=reverse,
         START=start[0] is not None, LAST=last[0] is not None,
     )  # fmt: skip
@@ -165,7 +174,7 @@ def forward(call: Call, o: Tensor, K1: Tensor, V1: Tensor) -> None:
     x = GSAProblem(call)
     if walks(x):
         x.launch(
-            walk_kernel, (x.E, x.layout.rows), x.q, x.k, x.v, x.g, call.cu, *x.start, K1, V1, o, x.scale,
+            walk_kernel, (x.E, x.rows), x.q, x.k, x.v, x.g, call.cu, *x.start, K1, V1, o, x.scale,
             *strides(x.q, x.k, x.v), x.T, x.E, x.E // x.k.shape[2], warps=x.config.walk, START=x.start[0] is not None,
         )  # fmt: skip
         return
@@ -204,7 +213,7 @@ def backward(
         writes_kernel, (*x.grid, 2), x.q, do, x.segments, x.layout.per_chunk, m.b, p, dl, dK, dV, *strides(x.q, do),
         *x.counts,
     )  # fmt: skip
-    first: list[Tensor | None] = [*x.memory_pair(x.layout.rows)] if call.K0 is not None else [None, None]
+    first: list[Tensor | None] = [*x.memory_pair(x.rows)] if call.K0 is not None else [None, None]
     scan(x, m.decay, dK, dV, _both(x, dK1, dV1), first, reverse=True)
 
     dk, dv = x.key_gradients()
@@ -223,7 +232,7 @@ def _both(x: GSAProblem, *gradients: Tensor | None) -> list[Tensor | None]:
     """Both gradients of the last memories or neither."""
     if all(dS is None for dS in gradients):
         return [None, None]
-    rooms = x.memory_pair(x.layout.rows)
+    rooms = x.memory_pair(x.rows)
     return [room.zero_() if dS is None else dS.float().contiguous() for dS, room in zip(gradients, rooms, strict=True)]
 
 
@@ -244,16 +253,20 @@ def sweeps(x: GSAProblem) -> bool:
     if c.sweep_from > x.B * x.T * x.E:
         return False
     known = x.call.segments is None or x.call.chunks is not None
-    plain = known and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
-    return plain and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
+    return known and of_query_heads(x) and bool(c.sweep) and all(x.M % walk.part == x.D % walk.part == 0 for walk in c.sweep)
+
+
+def of_query_heads(x: GSAProblem) -> bool:
+    """Whether each query head has a memory, in sizes that fill tiles."""
+    return x.H == x.E and x.D == x.DV == x.config.block_d and x.config.block_m == x.M
 
 
 def walks(x: GSAProblem) -> bool:
     """Whether `walk_kernel` takes this call: memories that fit a program's registers, and short rows or sequences of so few
     tokens in all that the host is what waits."""
     c, tokens = x.config, x.B * x.T
-    plain = x.segments is None and x.H == x.E and x.D == x.DV == c.block_d and c.block_m == x.M
-    return plain and c.walk > 0 and tokens * x.E <= c.walk_to and tokens <= x.layout.rows * LONGEST
+    few = tokens * x.E <= c.walk_to and tokens <= x.rows * LONGEST
+    return c.walk > 0 and x.segments is None and of_query_heads(x) and few
 
 
 def chunk_tables(
@@ -307,7 +320,7 @@ class Sweep:
 
     def __init__(self, x: GSAProblem) -> None:
         self.x, c = x, x.config
-        N, heads = x.layout.chunks, x.B * x.E
+        N, heads = x.chunks, x.B * x.E
         self.read, self.mix, self.keys, self.gates = c.sweep
         self.tables: tuple[Tensor | None, Tensor | None] = x.call.chunks, x.call.first
         if x.call.cu is None:
@@ -412,7 +425,7 @@ def _sweep_backward(s: Sweep, do: Tensor, dK1: Tensor | None, dV1: Tensor | None
         mix_kernel, s.mix, x.D, x.k, dl, s.W, *s.decays, K, None, dq, *strides(x.k), *s.counts, s.share, **carried
     )
 
-    first: list[Tensor | None] = [None, None] if x.start[0] is None else [*x.memory_pair(x.layout.rows)]
+    first: list[Tensor | None] = [None, None] if x.start[0] is None else [*x.memory_pair(x.rows)]
     dK = dV = s.d
     if m is not None:
         dK, dV = torch.empty_like(m.K), torch.empty_like(m.V)

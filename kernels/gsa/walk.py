@@ -11,16 +11,8 @@ A step has C tokens, or as many as no slot decays by more than 2^-RANGE in. Lett
 
 from __future__ import annotations
 
-from .sweep import FLOOR, load_tile, parts, store_tile, strength
+from .sweep import FLOOR, given, load_tile, parts, store_tile, strength
 from ..gpu.triton_helpers import dot_given, dot_given_right, jit, tl
-
-
-@jit
-def operand(b_x, p_q):
-    """A computed factor, rounded once to bf16 beside bf16 inputs."""
-    if p_q.dtype.element_ty == tl.bfloat16:
-        b_x = b_x.to(tl.bfloat16)
-    return b_x
 
 
 @jit
@@ -65,7 +57,7 @@ def walk_kernel(p_q, p_k, p_v, p_g, p_cu, p_K0, p_V0, p_K1, p_V1, p_o, scale, s_
         b_mid = tl.sum(tl.where((o_c < C // 2)[None, :], b_g, 0.0), 1) * 1.4426950408889634
         b_last = tl.sum(tl.where((o_c < C // 2)[None, :], 0.0, b_g), 1) * 1.4426950408889634
         b_d = tl.cumsum(b_g, 1) * 1.4426950408889634 - b_mid[:, None]
-        b_W = operand(strength(b_g) * tl.exp2(-b_d), p_q)
+        b_W = given(strength(b_g) * tl.exp2(-b_d), p_q)
         b_start, b_end = tl.exp2(b_mid)[:, None], tl.exp2(b_last)[:, None]
         b_q = load_tile(p_q + at * s_qt, o_c, o_d, s_qt, rows)
         b_k = load_tile(p_k + at * s_kt, o_c, o_d, s_kt, rows)
@@ -73,16 +65,16 @@ def walk_kernel(p_q, p_k, p_v, p_g, p_cu, p_K0, p_V0, p_K1, p_V1, p_o, scale, s_
         b_K *= b_start
         b_high, b_low = parts(b_K, p_q.dtype.element_ty == tl.bfloat16)
         b_l = dot_given_right(b_high, b_low, tl.trans(b_q), PREC)
-        b_A = operand(tl.where(m_seen, dot_given(b_k, tl.trans(b_q), PREC), 0.0), p_q)
+        b_A = given(tl.where(m_seen, dot_given(b_k, tl.trans(b_q), PREC), 0.0), p_q)
         b_l = dot_given(b_W, b_A, PREC, b_l)
         b_K = dot_given(b_W, b_k, PREC, b_K) * b_end
         b_Q = tl.exp2(b_d)
         b_l *= b_Q * scale
         b_l = tl.exp(b_l - tl.max(b_l, 0)[None, :])
-        b_p = operand(b_l / tl.sum(b_l, 0)[None, :] * b_Q, p_q)
-        b_A = operand(tl.where(m_seen, dot_given(tl.trans(b_W), b_p, PREC), 0.0), p_q)
+        b_p = given(b_l / tl.sum(b_l, 0)[None, :] * b_Q, p_q)
+        b_A = given(tl.where(m_seen, dot_given(tl.trans(b_W), b_p, PREC), 0.0), p_q)
         b_V *= b_start
-        b_o = dot_given(tl.trans(operand(b_V, p_q)), b_p, PREC)
+        b_o = dot_given(tl.trans(given(b_V, p_q)), b_p, PREC)
         b_o = dot_given(tl.trans(b_v), b_A, PREC, b_o)
         store_columns(p_o + token * D, b_o, o_d, o_c, E * D, rows)
         b_V = dot_given(b_W, b_v, PREC, b_V) * b_end

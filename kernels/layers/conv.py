@@ -360,7 +360,7 @@ def _step(x: StepCall, *out: Tensor) -> None:
     heads = [y.shape[2] for y in inputs]
     launch(
         step_kernel, (sum(heads), len(x.rows)), *inputs, *taps, *biases, *tails, x.rows, *out,
-        *(step for y in inputs for step in (y.stride(0), y.stride(2))), *(y.stride(0) for y in tails), *heads,
+        *(y.stride(axis) for y in inputs for axis in (0, 2)), *(y.stride(0) for y in tails), *heads,
         num_warps=1, D=x.q.shape[-1], DV=x.v.shape[-1], K=K, SWISH=x.query_bias is not None,
         BD=triton.next_power_of_2(max(x.q.shape[-1], x.v.shape[-1])),
     )  # fmt: skip

@@ -523,12 +523,13 @@ def _band(W: int, c: int, device: torch.device) -> Tensor:
 
 
 def _of_layout(
-    q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None, **sizes: Any
+    q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Ring | None, sizes: tuple[int, int], scale: float
 ) -> tuple[Tensor, Tensor, Ring]:
-    """`window` of a causal layout; autocast would round its scores to half precision."""
+    """`window` of a causal layout; autocast would round its scores to half precision. `sizes` are S, W."""
+    sink, W = sizes
     with full_precision(q.device):
         return window(
-            q, k, v, **sizes, padding=layout.padding, segments=layout.segments, cu_seqlens=layout.cu_seqlens,
+            q, k, v, window=W, sink=sink, scale=scale, padding=layout.padding, segments=layout.segments, cu_seqlens=layout.cu_seqlens,
             rows=layout.rows, places=layout.places, state=state,
         )  # fmt: skip
 
@@ -595,14 +596,14 @@ class Window(nn.Module):
     ) -> tuple[Tensor, Tensor, Ring | None]:
         """Exact attention to the window: o [B,T,H,Dv], log Z [B,T,H] fp32, and the ring; none where it is
         bidirectional."""
-        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.scale}
         if layout.causal:
-            return _of_layout(q, k, v, layout, state, **sizes)
-        places: dict[str, Any] = {
-            "padding": layout.padding, "segments": layout.segments, "cu_seqlens": layout.cu_seqlens,
-        }  # fmt: skip
+            return _of_layout(q, k, v, layout, state, (self.sink, self.window), self.scale)
         with full_precision(q.device):
-            return *window_around(q, k, v, **sizes, **places), None
+            o, mass = window_around(
+                q, k, v, window=self.window, sink=self.sink, scale=self.scale, padding=layout.padding,
+                segments=layout.segments, cu_seqlens=layout.cu_seqlens,
+            )  # fmt: skip
+        return o, mass, None
 
     @torch.no_grad()
     def calibrate(
@@ -689,8 +690,7 @@ class SinkWindow(Mixer):
         """Each head's sink becomes the one with which its output is nearest to the teacher's."""
         if self.sinks is None:
             return
-        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
-        near, mass, _ = _of_layout(q, k, v, TokenLayout() if layout is None else layout, None, **sizes)
+        near, mass, _ = self._attend(q, k, v, TokenLayout() if layout is None else layout, None)
         near, target, center = near.float(), o_teacher.float(), mass.mean((0, 1))
         square, product = near.square().sum(-1), (near * target).sum(-1)
         sinks = center + torch.linspace(*SINKS, device=q.device)[:, None]  # [N,H]
@@ -700,11 +700,13 @@ class SinkWindow(Mixer):
         self.sinks.copy_(sinks.gather(0, errors.argmin(0)[None])[0])
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Any]:
-        sizes: dict[str, Any] = {"window": self.window, "sink": self.sink, "scale": self.site.scale}
-        o, mass, state = _of_layout(q, k, v, layout, state, **sizes)
+        o, mass, state = self._attend(q, k, v, layout, state)
         if self.sinks is not None:
             o = o * torch.sigmoid(mass - self.sinks.float())[..., None].to(o.dtype)
         return o, state
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, state: Any) -> tuple[Tensor, Tensor, Any]:
+        return _of_layout(q, k, v, layout, state, (self.sink, self.window), self.site.scale)
 
     def state_bytes(self, tokens: int, item: int = 4) -> int:
         row = self.site.kv_heads * (self.site.key_dim + self.site.value_dim) * item

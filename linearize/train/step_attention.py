@@ -46,7 +46,7 @@ def attend(
     """The attention function: q [B,H,T,D], keys and values [B,E,N,D] of all places, a mask [B,1,T,N] of bool. The
     kernel shows each row its newest token, which an indexer of a sparse architecture may hide."""
     masked = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
-    other = [name for name in OTHER_SCORES if kwargs.get(name) is not None] or hasattr(module, "indexer")
+    other = hasattr(module, "indexer") or any(kwargs.get(name) is not None for name in OTHER_SCORES)
     if query.shape[2] > 1 or not masked or scaling is None or other or obstacle(query, value):
         found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
