@@ -39,7 +39,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
 from ..layers.features import Features
-from ..layout import TokenLayout
+from ..layout import TokenLayout, once
 from .places import Places, number_of_blocks, place_grid, place_line, place_rows, place_sequences
 from .eager import (
     GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_bidirectional, mhla_causal, mhla_step, recomputed,
@@ -175,7 +175,11 @@ def mix_causal(
         tokens = torch.full((q.shape[0],), T, dtype=torch.long, device=q.device)
         return o, g if normalise else w.new_ones(q.shape[:3]), MHLAState(past, old, current, mixed, tokens)
     seen = None if state is None else state.tokens
-    places = place_rows(padding, segments, seen, q, C) if cu is None else place_sequences(cu, seen, T, C)
+    if cu is not None:
+        places = place_sequences(cu, seen, T, C)
+    else:  # documents alone decide: one layer of a pass waits for their number of blocks
+        shared = segments if padding is None and seen is None else None
+        places = once(shared, ("blocks", C), lambda: place_rows(padding, segments, seen, q, C))
     if triton:
         o, g, S = _kernels(q, k, v, w, places, normalise)
         return o, g, _after(S.detach(), w.detach(), places, q.shape[-1], v.shape[-1], normalise)

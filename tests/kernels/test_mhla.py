@@ -24,6 +24,7 @@ from linearize_kernels.mhla.places import (
     number_of_blocks,
     place_grid,
     place_line,
+    place_rows,
 )
 from linearize_kernels.mixer import AttentionSite
 
@@ -135,6 +136,26 @@ def test_documents_after_a_state_start_anew() -> None:
     assert relative_error(o[:, :25], goes_on) < EXACT
     assert relative_error(o[:, 50:], anew) < EXACT
     assert all(torch.allclose(x, y) for x, y in zip(last, ended, strict=True))
+
+
+def test_documents_are_placed_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number of blocks is what a GPU is waited for."""
+    placed: list[int] = []
+
+    def noted(*given: Any) -> Any:
+        placed.append(given[-1])
+        return place_rows(*given)
+
+    monkeypatch.setattr("linearize_kernels.mhla.mhla.place_rows", noted)
+    (q, k, v), w, segments = inputs(100), weights(4), packs(100)
+    for size in (C, C, 2 * C, C):
+        o, _ = mhla(q, k, v, w, block_size=size, segments=segments)
+        assert relative_error(o, naive_mhla(q, k, v, w, block_size=size, segments=segments)) < EXACT
+    assert placed == [C, 2 * C]
+    segments[:, 50:] += 1
+    o, _ = mhla(q, k, v, w, block_size=C, segments=segments)
+    assert relative_error(o, naive_mhla(q, k, v, w, block_size=C, segments=segments)) < EXACT
+    assert placed == [C, 2 * C, C]
 
 
 def test_padding_alone_changes_no_state() -> None:
