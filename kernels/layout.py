@@ -87,6 +87,12 @@ def of_starts(cu: Tensor, key: Hashable, make: Callable[[Tensor], Made]) -> Made
     return once(cu, key, made)
 
 
+def in_pass(cu: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` gives of the starts of sequences and of the tokens that their states have seen, kept where the starts
+    belong to one pass (`memo`). A caller's own may come again with other states."""
+    return once(cu if hasattr(cu, "memo") else None, key, make)
+
+
 def _copied(made: Any, device: torch.device) -> Any:
     """Tensors of a tuple, or one, on a device. From memory that is not pinned a GPU's driver may wait for its stream."""
     if isinstance(made, Tensor):

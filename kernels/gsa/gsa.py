@@ -38,7 +38,7 @@ from .chunks import Read
 from .eager import (
     GSAState, fresh_state, gsa_chunked, gsa_step, real_tokens, write_strength,
 )  # fmt: skip
-from ..layout import TokenLayout, of_starts, once
+from ..layout import TokenLayout, in_pass, of_starts, once
 from ..mixer import Bounds, Mixer, AttentionSite, Tensors, check_half_lives, check_power_of_two, full_precision, positions
 from ..layers.norm import fit_size, give_size, head_norm
 from ..layers.scan import document_tokens, numbered
@@ -304,7 +304,7 @@ class GatedSlotAttention(Mixer):
         place = layout.places
         if place is None and layout.cu_seqlens is not None:
             cu = layout.cu_seqlens
-            place = once(cu, ("places", f.shape[1]), lambda: sequence_places(cu, f.shape[1], seen))
+            place = in_pass(cu, ("places", f.shape[1]), lambda: sequence_places(cu, f.shape[1], seen))
         elif place is None:
             place = positions(layout.padding, layout.segments, seen, (f.shape[0], f.shape[1])).to(f.device)
         return log_decays(f, self.damping, self.clock_strength, place)

@@ -39,7 +39,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, check_shapes, use_kernels, wants_gradients
 from ..layers.features import Features
-from ..layout import TokenLayout, once
+from ..layout import TokenLayout, in_pass, once
 from .places import Places, number_of_blocks, place_grid, place_line, place_rows, place_sequences
 from .eager import (
     GUARD, MHLAState, after, divided, fresh_state, may_wait, mhla_bidirectional, mhla_causal, mhla_step, recomputed,
@@ -176,7 +176,7 @@ def mix_causal(
         return o, g if normalise else w.new_ones(q.shape[:3]), MHLAState(past, old, current, mixed, tokens)
     seen = None if state is None else state.tokens
     if cu is not None:
-        places = place_sequences(cu, seen, T, C)
+        places = in_pass(cu, ("blocks", T, C, seen is None), lambda: place_sequences(cu, seen, T, C))
     else:  # documents alone decide: one layer of a pass waits for their number of blocks
         shared = segments if padding is None and seen is None else None
         places = once(shared, ("blocks", C), lambda: place_rows(padding, segments, seen, q, C))

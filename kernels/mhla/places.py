@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Grid
+from ..layout import Grid, once
 from ..layers.scan import into_chunks, numbered
 
 
@@ -145,8 +145,12 @@ def line_blocks(x: Tensor, M: int, padding: Tensor | None, segments: Tensor | No
 def _by_value(segments: Tensor) -> tuple[Tensor, int]:
     """The documents of bidirectional attention, numbered from 0, and their number: tokens of one value see each other
     wherever they are."""
-    values, document = segments.unique(return_inverse=True)
-    return document, len(values)
+
+    def made() -> tuple[Tensor, int]:
+        values, document = segments.unique(return_inverse=True)
+        return document, len(values)
+
+    return once(segments, "by value", made)
 
 
 def _rank(group: Tensor) -> tuple[Tensor, Tensor]:

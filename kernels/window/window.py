@@ -36,7 +36,7 @@ from transformers import initialization as init
 
 from ..layers.arguments import Backend, several, use_kernels, wants_gradients
 from ..layers.pool import check_pool, each_sequence, on_rows
-from ..layout import TokenLayout, of_starts, once
+from ..layout import TokenLayout, in_pass, of_starts, once
 from ..mixer import Bounds, Mixer, AttentionSite, full_precision
 from ..layers.scan import numbered
 from ..layers.sequences import sequence_numbers
@@ -265,7 +265,7 @@ def _spliced(
     if held is None:
         ends = of_starts(cu, ("window", T, sizes), lambda starts: _ends_of(starts, T, None, sizes))
     else:
-        ends = once(cu, ("window after", T, sizes), lambda: _ends_of(cu, T, held, sizes))
+        ends = in_pass(cu, ("window after", T, sizes), lambda: _ends_of(cu, T, held, sizes))
     if state is not None:
         q = q.index_select(1, ends.queries)
         k, v = (

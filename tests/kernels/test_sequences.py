@@ -134,6 +134,23 @@ def test_sequences_laid_end_to_end_are_separate_calls(case: str, alone: bool, mo
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_the_same_starts_serve_the_next_call(case: str) -> None:
+    """What is kept of them says nothing of the states."""
+    dtype, mixer = torch.float64, made(case)
+    cu = [0, *torch.tensor(NEW).cumsum(0).tolist()]
+    layout = TokenLayout(cu_seqlens=torch.tensor(cu, dtype=torch.int32))
+    with torch.no_grad():
+        states = before(mixer, dtype)
+        state = stacked(states)
+        for _ in range(2):
+            rows = tokens(sum(NEW), dtype)
+            expected, states = apart(mixer, rows, cu, states)
+            o, state = mixer(*rows, layout, state)
+            close(o, expected, 1e-6)
+            same_states(state, states, 1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_three_parts_are_the_whole(case: str) -> None:
     """Prompts with starting states, then steps in a pool whose other rows are NaN, each in three parts."""
     dtype, mixer = torch.float32, made(case, torch.float32)
@@ -177,11 +194,16 @@ def window_in_one_launch(held: int, sink: int) -> list[tuple[Tensor, Tensor]]:
     ]
     starts = torch.tensor(cu, dtype=torch.int32)
     o, mass, ring = window(*rows, **sizes, cu_seqlens=starts, state=stacked(states), backend="triton")
+    with torch.no_grad():
+        onward = window(*rows, **sizes, cu_seqlens=starts, state=ring, backend="triton")[0]
+        parts = [(x[2], slice(*ends)) for x, ends in zip(found, pairwise(cu), strict=True)]
+        alone = [window(*(y[:, own] for y in rows), **sizes, state=state, backend="torch")[0] for state, own in parts]
     # Whatever reads the rings next sees what they hold.
     again = tokens(1, torch.float32, B=len(NEW))[:3]
     sizes["backend"] = "torch"
     steps = [window(*(y[i : i + 1] for y in again), **sizes, state=x[2])[0] for i, x in enumerate(found)]
     pairs = [(o, torch.cat([x[0] for x in found], 1)), (mass, torch.cat([x[1] for x in found], 1))]
+    pairs.append((onward, torch.cat(alone, 1)))
     pairs.append((window(*again, **sizes, state=ring)[0], torch.cat(steps)))
     if held == 0:  # without a state that goes in
         first = [window(*(y[:, start:end] for y in rows), **sizes) for start, end in pairwise(cu)]
