@@ -323,6 +323,7 @@ def comparison_table(result: dict[str, Any]) -> None:
     tables.console().print(
         "recall: second words of a list of pairs, asked for by the first; needle: one such pair in other text"
     )
+    tables.repeats_table(result["repeats"])
     tables.positions_table(result["positions"])
 
 

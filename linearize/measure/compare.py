@@ -32,8 +32,9 @@ from ..verify.child.inputs import cache_of, most_tokens
 from .evaluate import check_finite, sample_count
 from .free_generation import beginnings, compare_answers, free_generation, questions, steps_of
 from .generate import Loaded, device_memory
-from .positions import TRAINED_LENGTH, figures, longest_text, pair_sums, positions, reader, warning_of
+from .positions import TRAINED_LENGTH, figures, longest_text, positions, reader, warning_of
 from .recall import Writer, rows_of, score
+from .repeats import Repeats, tokens_back
 
 TASKS = ("recall", "needle")
 USUAL = "demo"  # the preset whose text is read where no recipe is given
@@ -215,28 +216,30 @@ def measure(
 def predictions(
     student: Any, teacher: Any, blocks: Blocks, max_tokens: int, batch_tokens: int, advance: Advance = silent
 ) -> dict[str, Any]:
-    """Perplexities, KL(teacher, student) in nats a token, and how often both find the same token the likeliest.
+    """Perplexities, KL(teacher, student) in nats a token, and how often both find the same token the likeliest; of
+    targets apart by how far back they stood, too.
 
     Over the next-token targets of the first `max_tokens` tokens; documents in a block are kept apart. `advance` is told
     of tokens that are done. `read` counts what `finetune` counts, `tokens` what was predicted: all but the first token
     of each piece of a document in a block.
     """
-    sums, count, same = torch.zeros(3, dtype=torch.float64), 0, 0
+    found, same = Repeats(), 0
     number, size = sample_count(blocks, max_tokens), max(1, batch_tokens // blocks.seq_len)
     for start in range(0, number, size):
         batch = collate([blocks[i] for i in range(start, min(start + size, number))], student.device)
         whole = targets(batch)
+        back = tokens_back(batch["input_ids"], whole, batch.get("position_ids"))
         parts = stretches(student, batch)
         readers = [logits_of(model, batch, contextlib.nullcontext, parts) for model in (student, teacher)]
         for part in parts:
             wanted = whole[:, part]
             ours, theirs = (read(part) for read in readers)
-            sums += pair_sums(ours, theirs, wanted)
+            found.add(ours, theirs, wanted, back[:, part])
             same += int(((ours.argmax(-1) == theirs.argmax(-1)) & (wanted != IGNORED)).sum())
-        count += int((whole != IGNORED).sum())
         advance(2 * whole.numel())
-    found = {"read": number * blocks.seq_len, "tokens": count, **figures(sums, count)}
-    return found | {"top1_agreement": same / max(count, 1)}
+    sums, count = found.totals()
+    result = {"read": number * blocks.seq_len, "tokens": count, **figures(sums, count)}
+    return result | {"top1_agreement": same / max(count, 1), "repeats": found.rows()}
 
 
 @torch.no_grad()

@@ -149,10 +149,18 @@ def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, s
     return dict([accuracy, *figures] if unit == "images" else [*figures, accuracy])
 
 
+# Headings of `compared`.
+COMPARED = ("student", "teacher", "x teacher", "KL, nats a token")
+
+
+def compared(row: dict[str, Any], form: str) -> tuple[str, ...]:
+    """Perplexities of student and teacher and their ratio in that `form`, and KL."""
+    return *(format(row[key], form) for key in ("student_ppl", "teacher_ppl", "ppl_ratio")), nats(row.get("kl"))
+
+
 def position_rows(blocks: Iterable[dict[str, Any]], form: str) -> list[tuple[str, ...]]:
-    """Stretches of long texts, perplexities of student and teacher and their ratio in that `form`, and KL."""
-    keys = ("student_ppl", "teacher_ppl", "ppl_ratio")
-    return [(f"{b['from']:,} to {b['to']:,}", *(format(b[k], form) for k in keys), nats(b.get("kl"))) for b in blocks]
+    """Stretches of long texts, and what was `compared` there."""
+    return [(f"{b['from']:,} to {b['to']:,}", *compared(b, form)) for b in blocks]
 
 
 def positions_table(found: dict[str, Any] | None) -> None:
@@ -160,7 +168,7 @@ def positions_table(found: dict[str, Any] | None) -> None:
     no trained length: the first stretch is then a block of the text."""
     if not found or not found["blocks"]:
         return
-    columns = {"tokens": "short"} | dict.fromkeys(("student", "teacher", "x teacher", "KL, nats a token"), "number")
+    columns = {"tokens": "short"} | dict.fromkeys(COMPARED, "number")
     rows = position_rows(found["blocks"], ".3f")
     origin = "documents joined" if found["text"] == "joined" else "long documents"
     title = f"perplexity by position in {counted(found['rows'], 'row')} of {origin}"
@@ -170,6 +178,19 @@ def positions_table(found: dict[str, Any] | None) -> None:
     console().print(
         table(columns, rows, f"{title}, trained in rows of {length:,} tokens" if recorded else title + unknown)
     )
+
+
+def repeats_table(found: list[dict[str, Any]]) -> None:
+    """What was `compared` of targets by how far back the same two tokens stood together."""
+    columns = {"tokens back": "short"} | dict.fromkeys(("of all tokens", *COMPARED, "of all KL"), "number")
+    sizes = [(row["tokens"], row["tokens"] * row["kl"]) for row in found]
+    tokens, kl = (sum(column) or 1.0 for column in zip(*sizes, strict=True))
+    rows = []
+    for row, own in zip(found, sizes, strict=True):
+        back = f"{row['from']:,} to {row['to']:,}" if row["to"] else f"over {row['from'] - 1:,}"
+        shares = percent(own[0] / tokens), percent(own[1] / kl)
+        rows.append((back if row["from"] else "new", shares[0], *compared(row, ".3f"), shares[1]))
+    console().print(table(columns, rows, "perplexity by how far back the same two tokens last stood together"))
 
 
 # What models write by themselves, as `linearize eval --generate` measures it.

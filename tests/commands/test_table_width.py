@@ -41,11 +41,12 @@ from linearize.verify.checks import Check
 # A result of each kind, with names as long as real ones.
 PPL = {"student_ppl": 12345.678, "teacher_ppl": 11345.678, "ppl_ratio": 1.088, "kl": 0.0912}
 POSITIONS = {"rows": 12, "text": "long", "trained_length": 4096, "blocks": [{"from": 65536, "to": 131072, **PPL}]}
+REPEATS = [{"from": 0, "to": 0, "tokens": 9, **PPL}, {"from": 2049, "to": None, "tokens": 9, **PPL}]
 ANSWER = {"student": {"accuracy": 0.5}, "teacher": {"accuracy": 1.0}, "length": 131072, "entries": 128}
 FREELY = {who: {"recall": 0.5, "repeated": 0.125} for who in ("student", "teacher")}
 ANSWERED = {**{who: {"ended": 0.5, "length": 99.5} for who in ("student", "teacher")}, "asked": 32, "same_end": 0.25}
 COMPARED = {
-    **PPL, "top1_agreement": 0.912, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
+    **PPL, "top1_agreement": 0.912, "repeats": REPEATS, "recall": [ANSWER], "needle": [ANSWER], "positions": POSITIONS,
     "generated": {**FREELY, "rows": 16, "length": 4096, "texts": 32, "answers": ANSWERED},
     "text": "wikitext-103-raw-v1",
     "read": 1048576, "tokens": 1048320,
@@ -129,6 +130,7 @@ SHOWN: dict[str, Callable[[Path], Any]] = {
         "4,5",
     ),
     "positions_table": lambda _: tables.positions_table(POSITIONS),
+    "repeats_table": lambda _: tables.repeats_table(REPEATS),
     "comparison_table": lambda _: comparison_table(COMPARED),
     "answers_table": lambda _: [answers_table(one) for one in (ANSWERS, CLASS_MAPS, NUMBERS)],
     "embeddings_table": lambda _: embeddings_table(EMBEDDINGS),

@@ -453,6 +453,8 @@ def test_the_table_has_every_measure(linearize: Command, folder: Path) -> None:
         "recall at 448",
         "needle",
         "state at 448",
+        "perplexity by how far back the same two tokens last stood together",
+        "1 to 32",
         "perplexity by position in",
         "128 to 256",
     ):
