@@ -358,12 +358,14 @@ class Mixer(nn.Module):
         return state
 
     def empty_outputs(self, inputs: Tensors, v: Tensor) -> tuple[Tensor, ...]:
-        """Uninitialised tensors as `core` returns them for its inputs, queries [B,T,H,..] first, and values v
-        [B,T,Hkv,Dv]."""
-        o = (*inputs[0].shape[:3], v.shape[-1])
-        far, number = inputs[0].new_empty(o), v.new_empty(o[:3], dtype=torch.float32)
-        found = (far, torch.empty_like(number)) if self.normalised else (far,)
-        return found if self.near is None else (*found, v.new_empty(o), number)
+        """Uninitialised tensors as `core` returns them for its inputs, queries [B,T,M*H,..] of all memories first, those
+        of the window, where there is one, third from the end, and values v [B,T,Hkv,Dv]."""
+        first, last = (inputs[i].shape[:3] for i in (0, -3))
+        far = inputs[0].new_empty(*first, v.shape[-1])
+        found = (far, v.new_empty(first, dtype=torch.float32)) if self.normalised else (far,)
+        if self.near is None:
+            return found
+        return *found, v.new_empty(*last, v.shape[-1]), v.new_empty(last, dtype=torch.float32)
 
     def complete(self, outputs: tuple[Tensor, ...], beside: Tensors, layout: TokenLayout) -> Tensor:
         """The whole call's o [B,T,H,Dv]."""
@@ -470,7 +472,7 @@ class Mixer(nn.Module):
             norm = next((part for part in self.modules() if isinstance(part, HeadNorm)), None)
             factor = self.near.calibrate(far, mass, q, k, v, target, layout, free=norm is not None)
             if norm is not None:
-                norm.weight.mul_(factor[:, None])
+                norm.weight.unflatten(0, (-1, len(factor))).mul_(factor[:, None])
 
 
 # Feature maps with weights, which have kernels of their own.

@@ -146,7 +146,7 @@ def _gdn_triton(
 
 class GDNState(NamedTuple):
     """The memories S [B,M*E,F,Dv] fp32, and what the convolutions go on from: the last K - 1 tokens of q [B,K-1,M*H,D],
-    k [B,K-1,M*Hkv,D] and v [B,K-1,M*Hkv,Dv], K taps, in fp32; M memories, one unless the layer is native."""
+    k [B,K-1,M*Hkv,D] and v [B,K-1,M*Hkv,Dv], K taps, in fp32; M memories of a head."""
 
     memory: Tensor
     queries: Tensor
@@ -169,7 +169,7 @@ class GatedDeltaNet(Recurrent, Mixer):
     title = "Gated DeltaNet"
     paper = "arXiv 2412.06464"
     state_formula = (
-        "4 M (E F Dv + (K - 1) (H D + Hkv (D + Dv))): M memories (1, or as `memories` says) of each of E heads (key heads, "
+        "4 M (E F Dv + (K - 1) (H D + Hkv (D + Dv))): M memories of each of E heads (key heads, "
         "or query heads), H query heads, Hkv key heads, key and value dims D, Dv, F features (2 D for hedgehog, else D), K "
         "taps"
     )
@@ -181,8 +181,8 @@ class GatedDeltaNet(Recurrent, Mixer):
         "half_life_max": "longest half-life of the memory at the start, in tokens; without a window finetune fits it",
         "write": "strength beta of a write at the start; without a window finetune fits it to the teacher",
         "native": "exactly the layer of Qwen3.5, for `linearize export --as qwen3_5`; taps is free up to 4",
-        "memories": "of a native layer: memories of each query head, with half-lives, convolutions, gates and norms of "
-        "their own",
+        "memories": "memories of each head, with half-lives, features, convolutions, gates and norms of their own, whose "
+        "outputs add up",
         "maps": "of a native layer: linear maps of q and k for each memory, the identity at first; export folds them into "
         "the projections",
     }
@@ -203,7 +203,7 @@ class GatedDeltaNet(Recurrent, Mixer):
             "output_gate": True,
         }
     }
-    switched = ("memories", "maps")
+    switched = ("maps",)
     published = {
         "taps": 4,
         "value_act": "swish",
@@ -240,8 +240,10 @@ class GatedDeltaNet(Recurrent, Mixer):
             own |= {"rope": rope}
             own |= {"taps": max(4, taps), "norm": norm, "output_gate": output_gate, "window": near.get("window", 0)}
             check_implied("native", {**self.implied["native"], "window": 0}, own)
-        elif memories > 1 or maps:
-            raise ValueError(f"memories={memories}, maps={maps}: of the native layer alone (set native=true)")
+        elif maps:
+            raise ValueError("maps=true: of the native layer alone; set native=true")
+        if memories > 1 and norm == "none":
+            raise ValueError(f"memories={memories}: each memory has a norm of its own; set norm=head")
         super().__init__(site, rope, **near)
         self.native = self.skip_qk_norm = native
         self.ones: Tensor | None = None  # while `calibrate` runs: hidden states times it are about 1

@@ -41,7 +41,8 @@ def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, b
 
 
 class Features(nn.Module):
-    """The map of one mixer: its own weights for each query head and each KV head, the identity at first.
+    """The map of one mixer: its own weights for each query head and each KV head, in each of their memories, the identity at
+    first.
 
     Hedgehog's, where attention is causal, is that of q and k before `scale`, as published: of what is scaled, softmax
     over D channels is so even that all keys look alike, and a rate of 1e-2 takes hundreds of steps to sharpen it.
@@ -67,9 +68,9 @@ class Features(nn.Module):
         self.size = 2 * dim if kind == "hedgehog" else dim
 
     @classmethod
-    def at(cls, site: AttentionSite, kind: Any) -> Features:
-        """The map of a mixer at `site`, with kernels where it has weights."""
-        found = cls(kind, site.heads, site.kv_heads, site.key_dim, site.scale, site.causal)
+    def at(cls, site: AttentionSite, kind: Any, memories: int = 1) -> Features:
+        """The map of a mixer at `site` with `memories` of each head, with kernels where it has weights."""
+        found = cls(kind, memories * site.heads, memories * site.kv_heads, site.key_dim, site.scale, site.causal)
         if kind in LEARNED:
             found.kernel = import_module(".learned_maps", __package__).learned_map
         return found

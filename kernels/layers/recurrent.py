@@ -48,7 +48,7 @@ class Recurrent(Mixer):
         self.state_count = site.heads if state_heads == "query" else site.kv_heads
         self.features: Any = None
         if feature_parts(feature_map):
-            self.features = import_module(".features", __package__).Features.at(site, feature_map)
+            self.features = import_module(".features", __package__).Features.at(site, feature_map, self.memories)
         self.key_dim = site.key_dim if self.features is None else self.features.size
         self.norm = HeadNorm(self.memories * site.heads, site.value_dim) if norm == "head" else None
 
@@ -193,7 +193,7 @@ class Recurrent(Mixer):
         """
         M = self.memories
         if self.near is not None or self.half_lives[0] <= 0.0:
-            super().calibrate(q, k, v, x, o, o_teacher if M == 1 else o_teacher.repeat(1, 1, M, 1) / M**0.5)
+            self.calibrate_norms(o_teacher)
             return
         q, k, v = as_autocast(q, k, v)
         layout = TokenLayout() if layout is None else layout
@@ -207,14 +207,21 @@ class Recurrent(Mixer):
         assert self.norm is not None
         norm, rest = self.norm.weight, o_teacher.float()
         found = torch.zeros_like(norm)
-        for first in range(0, len(norm), self.state_count):
-            self.fitted = slice(first, first + self.state_count)
-            norm.zero_()[self.fitted] = 1.0
+        for i in range(M):
+            self.fitted = slice(i * self.state_count, (i + 1) * self.state_count)
+            heads = slice(i * self.site.heads, (i + 1) * self.site.heads)
+            norm.zero_()[heads] = 1.0
             self._fit(run, rest)
-            found[self.fitted] = norm[self.fitted]
+            found[heads] = norm[heads]
             rest = rest - run()
         norm.copy_(found)
         self.fitted = slice(None)
+
+    def calibrate_norms(self, o_teacher: Tensor) -> None:
+        """The norms alone: the memories of a head have equal parts of its teacher's output."""
+        if self.norm is not None:
+            M = self.memories
+            self.norm.calibrate(o_teacher if M == 1 else o_teacher.repeat(1, 1, M, 1) / M**0.5)
 
     def _fit(self, run: Callable[[], Tensor], o_teacher: Tensor) -> None:
         """The starts of `fitted` memories, then the norms; `run` gives the output as it is."""

@@ -128,8 +128,8 @@ class SoftmaxLinearAttention(Mixer):
         self.base, self.gate_rescale = own, gate_rescale
         self.from_hidden = gate_input == "hidden"
         widths = [site.hidden] * 2 if self.from_hidden else [n * site.key_dim for n in (site.heads, site.kv_heads)]
-        self.read = nn.Linear(widths[0], site.heads, bias=False)
-        self.write = nn.Linear(widths[1], own.state_count, bias=False)
+        self.read = nn.Linear(widths[0], own.memories * site.heads, bias=False)
+        self.write = nn.Linear(widths[1], own.memories * own.state_count, bias=False)
 
     @classmethod
     def base_for(cls, name: Any) -> type[Mixer]:
@@ -158,7 +158,7 @@ class SoftmaxLinearAttention(Mixer):
         return self.base.finish(outputs, beside, layout)
 
     def gates(self, q: Tensor, k: Tensor, x: Tensor, plain: bool = False) -> tuple[Tensor, Tensor]:
-        """What heads read [B,T,H] and what memories take in [B,T,E]."""
+        """What heads read [B,T,H] and what memories take in [B,T,E], each M times where a head has M memories."""
         inputs = (x, x) if self.from_hidden else (q.flatten(2), k.flatten(2))
         scores, rescale = (self.read(inputs[0]), self.write(inputs[1])), self.gate_rescale
         return head_softmax(scores[0], rescale, plain=plain), head_softmax(scores[1], rescale, plain=plain)
@@ -170,7 +170,7 @@ class SoftmaxLinearAttention(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, o: Tensor, o_teacher: Tensor, layout: TokenLayout | None = None
     ) -> None:
         if self.near is not None:  # the base knows of no window
-            Mixer.calibrate(self.base, q, k, v, x, o, o_teacher)
+            self.base.calibrate_norms(o_teacher)
             return
         q, k, v = as_autocast(q, k, v)
         self.base.calibrate(q, k, v, x, o, o_teacher, layout, self.gates(q, k, x))

@@ -51,7 +51,8 @@ def shard(whole: Any, options: dict[str, Any], rank: int, size: int) -> Any:
             if given.shape[dim] != length:
                 if given.shape[dim] != size * length:
                     raise ValueError(f"{name} {list(given.shape)} is not {size} times {list(own.shape)}")
-                each = given.unflatten(dim, (memories, -1)).chunk(size, dim + 1)
+                copies = 1 if name.startswith("near.") else memories  # a head has one window
+                each = given.unflatten(dim, (copies, -1)).chunk(size, dim + 1)
                 given = each[rank].flatten(dim, dim + 1)
         own.data = given.clone()
     if hasattr(whole, "log_decay") and not hasattr(whole, "log_half_life"):  # RetNet's, numbered over all heads

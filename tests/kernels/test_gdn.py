@@ -220,8 +220,8 @@ def test_uniform_gates_of_one_change_nothing() -> None:
         ({"native": True, "window": 8}, r"window=8.*native=true.*window=0"),
         ({"native": True, "rope": True, "norm": "none"}, r"rope=True.*norm=none.*native=true.*rope=False"),
         ({"native": True, "taps": 5}, r"taps=5.*native=true.*taps=4"),
-        ({"memories": 2}, r"memories=2.*native.*set native=true"),
-        ({"maps": True}, r"maps=True.*native.*set native=true"),
+        ({"memories": 2, "norm": "none"}, r"memories=2.*norm.*set norm=head"),
+        ({"maps": True}, r"maps=true.*native.*set native=true"),
     ],
 )
 def test_options_that_do_not_fit_are_told(options: dict[str, Any], message: str) -> None:

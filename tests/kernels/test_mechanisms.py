@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 # What an option asks for beside it.
 NEEDS: dict[Any, dict[str, Any]] = {"sink": {"window": 48}, ("mhla", "rope"): {"normalise": False}}
-NEEDS |= {("gdn", option): {"native": True} for option in ("memories", "maps")}
+NEEDS |= {("gdn", "maps"): {"native": True}}
 # A mechanism with each variant for which it has the options; of those that decode, which keep a state.
 CASES = [
     (n, v)

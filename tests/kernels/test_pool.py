@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sla over gla": ("sla", {"norm": "none"}),
     "sla over retnet": ("sla", {"base": "retnet", "norm": "none"}),
     "sla over gdn": ("sla", {"base": "gdn", "norm": "none"}),
+    "sla over gdn with two memories": ("sla", {"base": "gdn", "memories": 2, "taps": 2, "window": 5}),
     "la": ("la", {}),
     "la, hedgehog": ("la", {"feature_map": "hedgehog", "window": 4}),
     "mhla": ("mhla", {"block_size": 16, "blocks": 4}),

@@ -42,6 +42,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mhla, window": ("mhla", {"blocks": 2, "block_size": 16, "window": 8}),
     "sla over gla": ("sla", {"base": "gla"}),
     "sla over gdn": ("sla", {"base": "gdn", "norm": "none", "window": 8}),
+    "sla over gdn with two memories": (
+        "sla",
+        {"base": "gdn", "memories": 2, "feature_map": "hedgehog", "taps": 2, "window": 8},
+    ),
     "sla over retnet": ("sla", {"base": "retnet", "gate_input": "qk"}),
     "window": ("window", {"window": 8, "sink": 2}),
 }

@@ -37,6 +37,7 @@ def test_heads_divide_where_they_do_not_know_of_each_other(name: str, window: in
         ("retnet", {"decay": "spread"}),
         ("mamba2", {"memories": 2, "maps": True}),
         ("gdn", {"native": True, "memories": 2}),
+        ("gdn", {"feature_map": "hedgehog", "memories": 2, "window": 4}),
     ],
 )
 def test_options_divide_too(name: str, options: dict[str, Any]) -> None:
