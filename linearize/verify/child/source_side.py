@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors.torch import load_file
 
 from linearize_kernels.hf.attention_hooks import attach
@@ -47,4 +48,11 @@ def main() -> None:
     loaded = model.load_state_dict(mixers, strict=False)
     assert not loaded.unexpected_keys, loaded.unexpected_keys
     print("loaded", flush=True)
-    torch.save(outputs(model.float().eval()), out)
+    model = model.float().eval()
+    if arguments["dtype"] != torch.float32:  # what no weight says, such as the scale of Gemma's embeddings, was rounded
+        with init_empty_weights(include_buffers=False):
+            exact = dict(type(model)(model.config).named_buffers())
+        for name, buffer in model.named_buffers():
+            if name in exact and name not in model.state_dict():
+                buffer.copy_(exact[name])
+    torch.save(outputs(model), out)
