@@ -44,6 +44,8 @@ from .known_code import known_files, sha256_of
 from .manifest import plan_in, plan_of, read_plan, recipes_of
 from .source import ADAPTER_CONFIG, check_folder, hub_kernel, read_json, tensor_places
 
+# Where `finetune` leaves a LoRA that it does not merge.
+LORA_FOLDER = "adapter"
 # A line of code that knows the cache by the name that transformers gives it from 5.24 on.
 KNOWS_CACHE = 'CACHE_NAMES = ("cache",'
 # A Trainer saves its checkpoints within the folder where it saves the model.
@@ -183,10 +185,8 @@ def trained_before(folder: Path, teacher: str | None = None) -> str:
     """What to note of a base whose source weights earlier runs trained, or whose LoRA one left apart; else empty.
     `teacher` is the name of another teacher of logits."""
     notes = []
-    recipe: dict[str, Any] | None = None
     with contextlib.suppress(OSError, *MALFORMED):
         manifest = read_json(folder / checkpoint.MANIFEST)
-        recipe = manifest.get("recipe")
         stages = [name for one in recipes_of(folder) for name in drifting_stages(one)]
         trained = read_json(folder / "config.json").get(TRAINED)
         if stages or trained:
@@ -200,9 +200,8 @@ def trained_before(folder: Path, teacher: str | None = None) -> str:
                     f"logits are learned from {teacher}. Attention outputs are compared with softmax on those weights"
                 )
             notes.append(f"note: {folder} has the source's weights {how}, and {what}")
-    with contextlib.suppress(*MALFORMED):
-        if recipe is not None and has_lora_apart(recipe):
-            notes.append(f"note: the LoRA in {folder / 'adapter'} was not merged, and this run begins without it")
+    if apart := lora_apart(folder):
+        notes.append(f"note: the LoRA in {apart} was not merged, and this run begins without it")
     return "\n".join(notes)
 
 
@@ -221,9 +220,22 @@ def drifting_stages(recipe: dict[str, Any]) -> list[str]:
     return [stage["name"] for stage in recipe["stages"] if parts & set(stage["train"])]
 
 
-def has_lora_apart(recipe: dict[str, Any]) -> bool:
-    """Whether a resolved recipe trains LoRA and leaves it apart."""
-    return not recipe["finish"]["merge_lora"] and any(stage["lora"] for stage in recipe["stages"])
+def lora_apart(folder: Path) -> Path | None:
+    """Where the LoRA lies that `finetune` did not merge into the weights of a folder; None where there is none."""
+    with contextlib.suppress(OSError, *MALFORMED):
+        recipe = read_json(folder / checkpoint.MANIFEST)["recipe"]
+        if not recipe["finish"]["merge_lora"] and any(stage["lora"] for stage in recipe["stages"]):
+            return folder / LORA_FOLDER
+    return None
+
+
+def check_merged(folder: Path, name: str) -> None:
+    """Raise LinearizeError (exit 3) for a converted folder, which a user calls `name`, whose LoRA lies apart."""
+    if lora_apart(folder) is not None:
+        raise IncompatibleError(
+            f"{name}: the LoRA in its folder {LORA_FOLDER} is apart from its weights, and the result would be without "
+            "it. Train it again with finish.merge_lora=true"
+        )
 
 
 def untrained_mixers(folder: Path, plan: Plan) -> set[str]:

@@ -38,8 +38,8 @@ from .code import MODELING_FILE, SourceClasses, code_files
 from .known_code import known_files
 from .provenance import (
     check_code,
+    check_merged,
     check_mixers,
-    has_lora_apart,
     natives_of,
     read_plan,
     untrained_mixers,
@@ -221,12 +221,7 @@ def plan_converted(
     read_plan(folder)  # which says what to do with one that transformers saved
     with undamaged(folder / checkpoint.MANIFEST, "Download the model again"):
         recipe = read_json(folder / checkpoint.MANIFEST).get("recipe")
-        apart = recipe is not None and has_lora_apart(recipe)
-    if apart:
-        raise IncompatibleError(
-            f"{source.name}: the LoRA in its folder adapter is apart from its weights, and the result would be without "
-            "it. Train it again with finish.merge_lora=true"
-        )
+    check_merged(folder, source.name)
     if weights:
         check_carried(folder)
         check_mixers(folder, old)

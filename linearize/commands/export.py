@@ -16,7 +16,7 @@ from ..terminal.progress import starting
 
 def export(
     model: Converted,
-    to: Annotated[str, typer.Option("--to", help="Format of a graph: onnx.")] = "onnx",
+    to: Annotated[str | None, typer.Option("--to", help="Format of a graph: onnx, which is the default.")] = None,
     form: Annotated[
         str | None,
         typer.Option(
@@ -33,9 +33,11 @@ def export(
 ) -> None:
     """Write a converted model for another runtime, and check it against the model: as an architecture that vLLM, MLX,
     llama.cpp and others know (--as), or as a graph of gla, retnet, gdn or window (--to onnx)."""
-    if to != "onnx":
+    if to not in (None, "onnx"):
         near = " GGUF is --as gguf" if to == "gguf" else did_you_mean(to, ("onnx",))
         raise LinearizeError(f"--to {to}: choose onnx.{near}")
+    if to is not None and form is not None:
+        raise LinearizeError(f"--to {to} writes a graph, --as {form} a model for engines. Leave one of them out")
     here = os.path.expanduser(model)
     name = os.path.basename(os.path.realpath(here) if os.path.isdir(here) else model.rstrip("/"))
     if form is not None:

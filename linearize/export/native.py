@@ -85,7 +85,7 @@ def export_native(
     loaded = load_converted(folder, torch.float32, trust_remote_code).eval()
     # A tied head has the same storage; formats that tie leave it out.
     weights = {name: tensor.detach() for name, tensor in loaded.state_dict().items()}
-    with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
+    with output_folder(output, overwrite=None) as work, silent(), torch.no_grad():
         tensors = chosen.fold(config, weights)
         (work / "config.json").write_text(json.dumps(written, indent=2) + "\n", "utf-8")
         rows = proof_rows(config.get_text_config(), LONGEST)

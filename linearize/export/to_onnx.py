@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import logging
 import shutil
 import warnings
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..checkpoint.atomic import check_output, output_folder, separate
 from ..checkpoint.carried import carried_files, check_carried, is_read
 from ..checkpoint.manifest import is_linearized, plan_of_resaved
-from ..checkpoint.provenance import behind, check_code, open_config
+from ..checkpoint.provenance import behind, check_code, check_merged, open_config
 from ..checkpoint.source import open_source
 from ..errors import Exit, LinearizeError, os_error, quoted, reason_of
 from ..plan.plan import Plan
@@ -56,7 +57,7 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
     folder, _, config, carried = open_converted(model, output, revision, trust_remote_code)
     check(config, model)
     loaded = load_converted(folder, torch.float32, trust_remote_code).eval()
-    with output_folder(output, overwrite=False) as work, silent(), torch.no_grad():
+    with output_folder(output, overwrite=None) as work, silent(), torch.no_grad():
         rows = proof_rows(config.get_text_config())
         expected = [loaded(input_ids=row[None], use_cache=False).logits[0] for row in rows]
         try:
@@ -68,6 +69,8 @@ def export_onnx(model: str, output: Path, *, revision: str | None = None, trust_
                 raise cause from None
             what = f"{type(error).__name__}: {reason_of(cause)}"
             message = f"{model} does not fit ONNX: torch.onnx could not write its graph ({what})"
+            if any("experts" in key and value for key, value in config.to_dict().items()):
+                message += ". Which experts a token goes to depends on the text, and torch.onnx does not follow that"
             raise LinearizeError(message, Exit.INCOMPATIBLE) from error
         prove(graph, work / FILE, rows, expected)
         for path in carried:
@@ -86,9 +89,10 @@ def open_converted(
         raise LinearizeError(f"{model} is not linearized, and can be used without an export", Exit.INCOMPATIBLE)
     if not separate(folder, output):
         raise LinearizeError(f"{output} and the model {folder} must be separate folders. Choose another -o")
-    check_output(output, overwrite=False)
+    check_output(output, overwrite=None)
     plan = check_code(folder, trust_remote_code)
     check_carried(folder)
+    check_merged(folder, model)
     version = behind(folder, plan)
     if version is not None:
         way = f"Bring it to this version first: linearize upgrade {quoted(model)}"
@@ -127,6 +131,7 @@ def obstacles(config: Any) -> list[str]:
             f"{name}: {MISSING.get(name, 'LinearAttention has no rule for it')}": name not in EXPORTED,
             "native: export does not write it as a graph (linearize export --as qwen3_5)": bool(options.get("native")),
             "taps: export does not write the convolution of q, k and v": options.get("taps", 1) > 1,
+            "memories: export writes one for each head": options.get("memories", 1) > 1,
             "its softmax is in the architecture's own code": not site.get("routed", True),
         }
         for reason in [reason for reason, there in reasons.items() if there]:
@@ -136,11 +141,11 @@ def obstacles(config: Any) -> list[str]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Silence what torch's exporter logs of itself."""
+    """Silence what torch's exporter logs and prints of itself, such as the whole graph that it could not write."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with quiet(), warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -18,13 +18,13 @@ from transformers import AutoTokenizer, CompileConfig, LogitsProcessor, LogitsPr
 from linearize_kernels.hf.attention_hooks import mixers_of
 
 from ..checkpoint.manifest import is_linearized
-from ..checkpoint.provenance import check_code_cache
+from ..checkpoint.provenance import check_code_cache, lora_apart
 from ..checkpoint.source import open_source, read_header
 from ..checkpoint.write import meta_pickle
 from ..convert import load_config
 from ..data.chat import end_tokens, prompt_ids
 from ..data.packing import PROBE
-from ..errors import Exit, IncompatibleError, LinearizeError, check_choice, os_error, reason_of
+from ..errors import MALFORMED, Exit, IncompatibleError, LinearizeError, check_choice, os_error, reason_of
 from ..probe.trace import quiet
 from ..terminal.arguments import DEVICES, DTYPES
 from ..train.save import load_converted, load_whole
@@ -139,12 +139,26 @@ def load_any(
         raise LinearizeError(f"--teacher: {model} is not linearized, softmax is all it has. Leave it out")
     if linearized:
         loaded = load_converted(source.folder, kind, trust_remote_code)
+        if apart := lora_apart(source.folder):
+            put_on(loaded, apart, model)
     else:
         load_config(source, trust_remote_code)  # refuses code of its own without trust
         for shard in source.shards:
             meta_pickle(shard) if source.pickled else read_header(shard)  # raise for a damaged one
         loaded = load_whole(source.folder, kind, trust_remote_code)
     return Opened(loaded.to(where).eval(), source.folder, linearized)
+
+
+def put_on(model: Any, lora: Path, name: str) -> None:
+    """Give a model the LoRA of a folder, which `teacher()` turns off. Raises LinearizeError (exit 3) for one that does
+    not load."""
+    from peft import PeftModel
+
+    try:
+        PeftModel.from_pretrained(model, str(lora))
+    except (OSError, *MALFORMED, RuntimeError) as error:
+        message = f"{name} has a LoRA apart from its weights, and {lora} does not load ({reason_of(error)})"
+        raise LinearizeError(f"{message}. Download the model again", Exit.INCOMPATIBLE) from error
 
 
 def with_tokenizer(opened: Opened, name: str, teacher: bool, trust_remote_code: bool) -> Loaded:

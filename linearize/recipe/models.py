@@ -462,7 +462,8 @@ class Finish(Strict):
     """best: the weights with the lowest held-out KL among the last stage's evaluations (eval.every_steps), or with the
     lowest relative error where a model predicts numbers of images, or has no head."""
     merge_lora: bool = True
-    """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft."""
+    """false: LoRA stays apart from the weights, in final/adapter, for PeftModel.from_pretrained of peft. eval and
+    generate put it on; export and serve refuse the folder."""
     verify: bool = True
     """Load the converted and the finished model in clean processes, and compare the latter's logits. false: neither;
     `linearize verify` does it later."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers.utils.import_utils import is_serve_available
 
 from ..checkpoint.manifest import is_linearized
-from ..checkpoint.provenance import check_code, open_config, outdated
+from ..checkpoint.provenance import check_code, check_merged, open_config, outdated
 from ..checkpoint.source import open_source, read_header, read_json
 from ..errors import IncompatibleError, ResourceError, check_choice, reason_of
 from ..extras import checkout, required, with_extra
@@ -50,6 +50,7 @@ def server_command(
         message = f"{model} is not linearized. Serve it without linearize: vllm serve, or transformers serve"
         raise IncompatibleError(message)
     plan = check_code(source.folder, trust_remote_code)
+    check_merged(source.folder, model)
     for shard in source.shards:
         read_header(shard)  # one that is cut short is named here, and not in the midst of a server's start
     config = open_config(source.folder)

@@ -26,7 +26,15 @@ from ..checkpoint.atomic import output_folder
 from ..checkpoint.carried import code_of
 from ..checkpoint.code import SourceClasses, code_files
 from ..checkpoint.manifest import CARD, is_linearized, read_plan
-from ..checkpoint.provenance import behind, check_code, check_code_cache, copying_code, open_config, outdated
+from ..checkpoint.provenance import (
+    LORA_FOLDER,
+    behind,
+    check_code,
+    check_code_cache,
+    copying_code,
+    open_config,
+    outdated,
+)
 from ..checkpoint.shards import TORCH_DTYPES, link_or_copy, read_tensor, sha256, write_shard
 from ..checkpoint.source import Entry, Source, find_shards, read_header
 from ..checkpoint.upgrade import plan_upgrade, write_code
@@ -255,7 +263,7 @@ def finish_adapters(student: Student, folder: Path | None) -> set[str]:
         changed |= student.adapted()
         student.lora.merge_and_unload()
         return changed
-    target = folder / "adapter"
+    target = folder / LORA_FOLDER
     target.mkdir()
     own = {name: p.detach() for name, p in student.named_parameters() if ".lora_" in name}
     named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous() for name, value in own.items()}

@@ -24,6 +24,8 @@ from linearize.checkpoint.write import MANIFEST
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.export.native import export_native
+from linearize.export.to_onnx import export_onnx
+from linearize.measure.generate import load_any
 from linearize.verify.checks import verify_folder
 
 Command = Callable[..., tuple[int, str, str]]
@@ -303,8 +305,18 @@ def test_lora_that_lies_apart(place: Path, tmp_path: Path) -> None:
         tmp_path, place / "linear", stage("logit_kl", ["new", "lora"]), finish={"merge_lora": False, "verify": False}
     )
     train(recipe)
-    with pytest.raises(LinearizeError, match=r"LoRA.*merge_lora=true") as caught:
-        plan_conversion(str(tmp_path / "run" / "final"), None, layers="3")
+    final = str(tmp_path / "run" / "final")
+    for use in (
+        lambda: plan_conversion(final, None, layers="3"),
+        lambda: export_onnx(final, tmp_path / "graph"),
+        lambda: export_native(final, "auto", tmp_path / "engines"),
+    ):
+        with pytest.raises(LinearizeError, match=r"LoRA.*merge_lora=true") as caught:
+            use()
+        assert caught.value.code == Exit.INCOMPATIBLE
+    shutil.rmtree(Path(final) / "adapter")
+    with pytest.raises(LinearizeError, match=r"LoRA apart.*adapter does not load.*Download") as caught:
+        load_any(final, None, device="cpu", dtype="keep", teacher=False, trust_remote_code=False)
     assert caught.value.code == Exit.INCOMPATIBLE
 
 

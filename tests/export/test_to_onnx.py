@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import errno
 import importlib.metadata
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,6 +153,7 @@ def config_of(changes: dict[str, dict[str, Any]]) -> Any:
         ({"mechanism": "sla"}, "sla: gates between heads"),
         ({"mechanism": "another"}, "another: LinearAttention has no rule for it"),
         ({"mechanism": "gdn", "options": {"taps": 4}}, "taps: "),
+        ({"mechanism": "gdn", "options": {"memories": 2}}, "memories: "),
         ({"site": {"routed": False}}, "in the architecture's own code"),
     ],
 )
@@ -246,6 +248,28 @@ def test_what_goes_wrong_with_a_graph_is_told(
         assert not (tmp_path / "graph").exists()
 
 
+def test_experts_are_named_where_torch_gives_up(
+    converted: Any, linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not in hundreds of lines: torch prints the whole graph."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
+    read = to_onnx.open_config
+
+    def with_experts(folder: Path) -> Any:
+        config = read(folder)
+        config.num_experts = 4
+        return config
+
+    def gives_up(graph: Any, path: Path) -> None:
+        print("def forward(self, ..):", file=sys.stderr)
+        raise RuntimeError("data-dependent expression")
+
+    monkeypatch.setattr(to_onnx, "write", gives_up)
+    monkeypatch.setattr(to_onnx, "open_config", with_experts)
+    code, _, messages = linearize("export", converted("llama", "--to", "gla"), "-o", tmp_path / "graph")
+    assert (code, "Which experts" in messages, "def forward" in messages) == (Exit.INCOMPATIBLE, True, False), messages
+
+
 def test_a_model_that_transformers_saved_is_exported(
     converted: Any, linearize: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,10 +296,10 @@ def test_options_and_the_default_folder(
     (tmp_path / "mine-onnx").mkdir()
     (tmp_path / "mine-onnx" / "somebody's").touch()
     for place, arguments, expected, message in (
-        (tmp_path, (f"{linear}/",), Exit.USAGE, "mine-onnx has 1 file"),
+        (tmp_path, (f"{linear}/",), Exit.USAGE, "mine-onnx has 1 file already. Choose another -o"),
         (linear, (".",), Exit.USAGE, "mine-onnx and the model . must be separate folders. Choose another -o"),
         (linear, (".", "-o", "inside/graph"), Exit.USAGE, "inside/graph and the model . must be separate folders"),
-        (linear, (".", "-o", "../mine-onnx"), Exit.USAGE, "mine-onnx has 1 file"),
+        (linear, (".", "-o", "../mine-onnx"), Exit.USAGE, "mine-onnx has 1 file already. Choose another -o"),
         (tmp_path, ("mine", "-o", "new", "--revision", "main"), Exit.USAGE, "a revision (main) is a branch, tag or"),
     ):
         monkeypatch.chdir(place)
@@ -316,3 +340,6 @@ def test_other_formats_are_refused(linearize: Command) -> None:
     code, _, message = linearize("export", "demo", "--to", "onxx")
     assert code == Exit.USAGE
     assert holds(message, "'onnx'")
+    code, _, message = linearize("export", "demo", "--to", "onnx", "--as", "auto")
+    assert code == Exit.USAGE
+    assert holds(message, "--to", "--as", "out")

@@ -214,6 +214,19 @@ def test_what_vllm_cannot_run_is_told_with_the_other_server(
     assert holds(message, "LinearizedLlamaConfig", "--server", "transformers")
 
 
+def test_a_lora_apart_from_the_weights_is_not_left_out(
+    linearize: Command, zoo: Zoo, installed: list[str], tmp_path: Path
+) -> None:
+    installed += ["vllm"]
+    folder = copied(zoo.folders("llama")[1], tmp_path / "run")
+    recipe = {"finish": {"merge_lora": False}, "stages": [{"lora": {"r": 4}}]}
+    manifest = json.loads((folder / "linearize.json").read_text())
+    (folder / "linearize.json").write_text(json.dumps(manifest | {"recipe": recipe}))
+    code, _, message = linearize("serve", str(folder))
+    assert code == Exit.INCOMPATIBLE
+    assert holds(message, "LoRA", "apart", "finish.merge_lora=true")
+
+
 def test_the_class_of_a_folder_is_put_where_transformers_serve_looks(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     module = with_transformers.transformers
     monkeypatch.setattr(module, "LinearizedLlamaForCausalLM", None, raising=False)

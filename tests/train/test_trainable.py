@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from linearize.data.batches import check_source, open_processor
 from linearize.errors import Exit, LinearizeError
 from linearize.finetune import finetune
-from linearize.measure.generate import load_tokenizer
+from linearize.measure.generate import load_any, load_tokenizer
 from linearize.recipe.data import FileSource
 from linearize.recipe.recipe import load_recipe
 from linearize.train import save as export
@@ -271,6 +271,11 @@ def test_an_adapter_is_kept_beside_the_base_on_request(
         assert relative_error(plain(input_ids=IDS, use_cache=False).logits, logits) > 1e-3
         exec("from peft" + lines, names := {"model": plain, "name": final})
         ours = names["model"].eval()(input_ids=IDS, use_cache=False).logits
+        opened = load_any(str(final), None, device="cpu", dtype="float32", teacher=False, trust_remote_code=False).model
+        assert torch.equal(opened(input_ids=IDS, use_cache=False).logits, ours)  # as eval and generate have it
+        with plain.teacher(), opened.teacher():
+            softmax = [model(input_ids=IDS, use_cache=False).logits for model in (plain, opened)]
+    assert torch.equal(*softmax)
     assert relative_error(ours, logits) < TOLERANCE[torch.float32]
 
 
