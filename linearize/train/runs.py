@@ -130,15 +130,18 @@ class Run:
             old = per_step(recorded(record), record["processes"])
             new = per_step(self.recipe.resolved(), processes())
             looser = diff_resolved(fixed(old), fixed(new))
-            changes = diff_resolved(weight_settings(old), weight_settings(new)) if self.resume == "auto" else looser
+            newest = max(self.complete_checkpoints(), key=order, default=None)
+            place = newest if self.resume == "auto" else self._named()
+            over = place is not None and self._is_end(place)  # with no step left that new values could train
+            strict = self.resume == "auto" or over
+            changes = diff_resolved(weight_settings(old), weight_settings(new)) if strict else looser
             if record["max_steps"] != self.max_steps:
                 changes.append(f"--max-steps {record['max_steps'] or 'none'} -> {self.max_steps or 'none'}")
                 looser = changes
         if changes:
-            newest = max(self.complete_checkpoints(), key=order, default=None)
-            also = (
-                "" if looser or newest is None else f"--resume {quoted(newest)} goes on from there with these values. "
-            )
+            also = ""
+            if not looser and newest is not None and not over:
+                also = f"--resume {quoted(newest)} goes on from there with these values. "
             if self.final.exists():
                 also += f"To train the finished model on: another name with model.base={self.final} convert=null. "
             raise LinearizeError(
@@ -154,15 +157,24 @@ class Run:
         with self._undamaged_record():
             return json_object(self.record) if self.record.exists() else {}
 
+    def _named(self) -> Path | None:
+        """The checkpoint of this run that `resume` names."""
+        asked = Path(self.resume).resolve()
+        return next((path for path in self.complete_checkpoints() if path.resolve() == asked), None)
+
+    def _is_end(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is that of the last stage's end."""
+        position = read_position(checkpoint)
+        return position.done and position.stage == len(self.recipe.stages) - 1
+
     def _resume_point(self) -> Path | None:
         if self.resume == "never":
             return None
         known = sorted(self.complete_checkpoints(), key=order)
         if self.resume == "auto":
             return known[-1] if known else None
-        for path in known:
-            if path.resolve() == Path(self.resume).resolve():
-                return path
+        if named := self._named():
+            return named
         newest = ", ".join(str(p) for p in known[-3:])
         raise LinearizeError(f"--resume {self.resume} is no checkpoint of this run. Newest here: {newest or 'none'}")
 

@@ -187,3 +187,14 @@ def test_another_learning_rate_is_offered(root: Path, tmp_path: Path, monkeypatc
     assert "goes on from there" not in refused.value.message
     train(changed, resume=str(tmp_path / "run/checkpoints/logit_kl-4"))
     assert metrics(tmp_path, "lr") == [1e-2] * 4 + [1e-3] * 4
+
+    # Nothing is left that another rate could train: the record would name a rate that trained nothing.
+    written = (tmp_path / "run/final/linearize.json").read_bytes()
+    faster = make_recipe(tmp_path, base(root, "llama"), {**slower, "optimizer": {"lr": 2e-3}}, **changes)
+    for resume in ("auto", str(tmp_path / "run/checkpoints/logit_kl-8-end")):
+        with pytest.raises(LinearizeError, match=r"lr 1e-3 -> 2e-3.*another name") as refused:
+            train(faster, resume=resume)
+        assert "goes on from there" not in refused.value.message
+    assert (tmp_path / "run/final/linearize.json").read_bytes() == written
+    quiet = make_recipe(tmp_path, base(root, "llama"), slower, **changes, finish={"verify": False})
+    train(quiet, resume=str(tmp_path / "run/checkpoints/logit_kl-8-end"))
