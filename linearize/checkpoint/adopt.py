@@ -46,7 +46,7 @@ def adopt(folder: Path, output: Path, *, trust_remote_code: bool = False) -> Pla
         raise IncompatibleError(message)
     natives = natives_of(known)
     plan = whole_plan(known, source, natives)
-    with output_folder(output, overwrite=False) as target:
+    with output_folder(output, overwrite=None) as target:
         for shard in source.shards:
             link_or_copy(shard, target / shard.name)
         checkpoint.write_index(target, {shard.name: list(read_header(shard)) for shard in source.shards})

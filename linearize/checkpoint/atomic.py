@@ -24,11 +24,12 @@ MANIFEST = "linearize.json"  # names the files that linearize wrote into a folde
 
 
 @contextlib.contextmanager
-def output_folder(output: Path, overwrite: bool, carried: Collection[str] = ()) -> Iterator[Path]:
+def output_folder(output: Path, overwrite: bool | None, carried: Collection[str] = ()) -> Iterator[Path]:
     """A temporary folder that becomes `output` when the block ends well, and vanishes when it does not.
 
-    With `overwrite` it replaces files that linearize wrote, and those `carried` over by the block. One process at a
-    time: a lock tells a folder in use from one that a killed process left, which is cleared here.
+    With `overwrite` it replaces files that linearize wrote, and those `carried` over by the block; None is no, of a
+    command without the option. One process at a time: a lock tells a folder in use from one that a killed process
+    left, which is cleared here.
     Raises LinearizeError: 2 when `output` is in the way or in use, 4 for a full disk or what cannot be written.
     """
     output = Path(os.path.realpath(output))  # a link stays, what it points at is replaced
@@ -192,7 +193,7 @@ def _holds(folder: Path, path: Path) -> bool:
     return folder in places or (folder.exists() and any(p.exists() and p.samefile(folder) for p in places))
 
 
-def check_output(output: Path, overwrite: bool, carried: Collection[str] = ()) -> None:
+def check_output(output: Path, overwrite: bool | None, carried: Collection[str] = ()) -> None:
     """Refuse (exit 2) an output that is a file, or a folder with anything that linearize did not write and that is not
     `carried` over."""
     if output.exists() and not output.is_dir():
@@ -201,10 +202,8 @@ def check_output(output: Path, overwrite: bool, carried: Collection[str] = ()) -
     if not files:
         return
     if not overwrite:
-        raise LinearizeError(
-            f"{output} has {counted(len(files), 'file')} already. --overwrite replaces only what linearize wrote; or "
-            "choose another -o"
-        )
+        way = "" if overwrite is None else " --overwrite replaces only what linearize wrote."
+        raise LinearizeError(f"{output} has {counted(len(files), 'file')} already.{way} Choose another -o")
     foreign = [name for name in foreign_files(output) if name not in carried]
     if foreign:
         raise LinearizeError(

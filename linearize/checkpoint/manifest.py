@@ -60,7 +60,7 @@ def read_plan(folder: Path) -> Plan:
         reason = f"it has no {MANIFEST}" if gone else f"{type(error).__name__}: {error}"
         raise IncompatibleError(
             f"{folder} is no folder written by linearize convert ({reason}). "
-            "Convert first, or add a convert section to the recipe"
+            "Convert it first: linearize convert, or the convert section of a recipe"
         ) from error
 
 

@@ -109,7 +109,7 @@ def upgrade(planned: Upgrade) -> str:
     disk, 6 where the upgraded model cannot be loaded or computes something else.
     """
     carried = planned.carried if planned.in_place else ()
-    with output_folder(planned.output, planned.in_place, carried) as folder:
+    with output_folder(planned.output, planned.in_place or None, carried) as folder:
         for name in planned.carried:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -175,7 +175,7 @@ def evaluate(
         if not any(word.startswith("data.eval") for word in (*own, *(overrides or []))):
             raise LinearizeError(f"--recipe {recipe}: the run has no held-out data; {SET_EVAL}")
     if not teacher:
-        named = f"; its linearize.json says {plan.source}" if plan else ""
+        named = f" (its linearize.json calls it {plan.source})" if plan else ""
         raise LinearizeError(f"--teacher is missing: give the model that the student was converted from{named}")
     from linearize_kernels.hf.attention_hooks import mixers_of
 

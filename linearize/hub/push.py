@@ -136,6 +136,8 @@ def results_of(folder: Path, path: Path | None) -> tuple[dict[str, Any] | None, 
     result, wrong = read_tasks(named), ""
     if result["limit"] is not None:
         wrong = f"it has {result['limit']} rows of each task, and a card is about all. Leave out --limit"
+    elif result.get("without"):
+        wrong = f"the student was measured without its {result['without']}, and a card is about all of it"
     elif result["model"] != identity(folder):
         again = f"linearize eval {quoted(folder)} --tasks NAMES -o {quoted(named)}"
         wrong = f"other weights than those in {folder} were measured. Measure again: {again}"

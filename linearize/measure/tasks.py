@@ -236,14 +236,14 @@ def check_model(name: str, trust_remote_code: bool) -> None:
 def run_tasks(student: str, teacher: str, tasks: Tasks, without: str = "", **options: Any) -> dict[str, Any]:
     """The results of `student`, and of `teacher` unless that is empty, one after the other: what `--json` prints.
 
-    `options` are those of `load`. `without` names a part of the student that is switched off. `model` tells `push`
-    whether a folder still has the weights that were measured.
+    `options` are those of `load`. `without` names a part of the student that is switched off; `push` wants none.
+    `model` tells it whether a folder still has the weights that were measured.
     """
     for name in filter(None, (teacher, student)):
         check_model(name, options["trust_remote_code"])
     folder = open_source(student, None).folder
     result: dict[str, Any] = {"student": student, "teacher": teacher or None}
-    result |= {"model": identity(folder) if is_linearized(folder) and not without else None}
+    result |= {"model": identity(folder) if is_linearized(folder) else None, "without": without or None}
     result |= {"harness": importlib.metadata.version(HARNESS), "limit": tasks.limit}
     result |= {"files": {one.name: str(one.path) for one in tasks.local}, "tasks": []}
     for who, name in (("student", student), ("teacher", teacher)):
@@ -369,8 +369,11 @@ def read_tasks(path: Path) -> dict[str, Any]:
         raise absent(path)
     with undamaged(path, f"Write it again: linearize eval DIR --tasks NAMES -o {quoted(path)}"):
         found = json.loads(path.read_text("utf-8"))
-        if "tasks" not in found:
-            raise ValueError("it has no tasks: linearize eval wrote it without --tasks")
+        if "tasks" not in found and "student" in found:
+            raise LinearizeError(
+                f"{path} has what eval measured without --tasks, which linearize report and compare show. For the "
+                "card: linearize eval DIR --tasks NAMES -o ANOTHER"
+            )
         task_rows(found)  # all that is needed is there
         return {**found, "model": found["model"], "limit": found["limit"], "harness": found["harness"]}
 

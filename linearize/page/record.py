@@ -308,10 +308,11 @@ def find_plan(folder: Path, settings: dict[str, Any]) -> Plan | None:
 
 
 def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
-    """What `linearize eval -o` wrote; None where a run has no eval.json and no other file was named."""
+    """What `linearize eval -o` wrote. None where no file was named and a run has no eval.json, or one of a student with
+    a part switched off, whose figures are not those of its model."""
     if path is None and not (folder / EVAL).is_file():
         return None
-    path = path or folder / EVAL
+    named, path = path is not None, path or folder / EVAL
     if not path.is_file():
         raise absent(path)
     check_file(path)
@@ -322,6 +323,8 @@ def read_evaluation(folder: Path, path: Path | None) -> dict[str, Any] | None:
                 f"{path} has what eval --tasks measured, which linearize push puts into the card. For the page, "
                 "measure perplexity and KL: linearize eval STUDENT --teacher MODEL -o ANOTHER"
             )
+        if found.get("without") and not named:
+            return None
         if found.get("kind") == "embeddings":
             raise LinearizeError(f"{path} compares vectors of encoders, and a page has no place for that")
         if found.get("kind") in ("images", "masked"):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from ..errors import LinearizeError, ResourceError, check_file, did_you_mean, near_path
+from ..errors import LinearizeError, ResourceError, check_file, did_you_mean, near_path, quoted
 from .presets import presets, recipes_folder
 from .renamed import present_key
 
@@ -271,7 +271,8 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise LinearizeError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except IsADirectoryError:
-        raise LinearizeError(f"{path} is a folder, not a recipe file") from None
+        way = f"Name a recipe or a preset; a model goes into it: hybrid model.base={quoted(path)}"
+        raise LinearizeError(f"{path} is a folder, not a recipe file. {way}") from None
     except OSError as error:
         raise ResourceError(f"cannot read {path}: {error.strerror}") from None
 

@@ -348,6 +348,13 @@ def test_a_run_has_its_results_beside_its_model(linearize: Command, folder: Path
             assert (code, reason in err) == (Exit.USAGE, True), err
     code, _, err = linearize("push", run / "finl", "user/repo", "--dry-run")  # it has no weights to compare with
     assert (code, holds(err, f"'{run}/finl'", f"'{final}'")) == (Exit.INCOMPATIBLE, True), err
+    part = {**FOUND, "model": identity(final), "without": "memory"}
+    (tmp_path / "part.json").write_text(json.dumps(part))
+    with pytest.raises(LinearizeError, match=r"part\.json: .*without its memory"):
+        results_of(final, tmp_path / "part.json")
+    (tmp_path / "text.json").write_text('{"student": "x", "student_ppl": 9.0}')
+    with pytest.raises(LinearizeError, match=r"text\.json has what eval measured without --tasks.*report"):
+        results_of(final, tmp_path / "text.json")
     for wrong in ("{}", '{"student": "x", "tasks": [{}]}', "[]", '{"tasks": []}'):
         (tmp_path / "wrong.json").write_text(wrong)
         with pytest.raises(LinearizeError, match="is damaged"):
