@@ -41,8 +41,8 @@ def featured(y: Tensor, kind: str, scale: float, weight: Tensor | None = None, b
 
 
 class Features(nn.Module):
-    """The map of one mixer: its own weights for each query head and each KV head, in each of their memories, the identity at
-    first.
+    """The map of one mixer: its own weights for each query head and each KV head, and each of their memories, the
+    identity at first.
 
     Hedgehog's, where attention is causal, is that of q and k before `scale`, as published: of what is scaled, softmax
     over D channels is so even that all keys look alike, and a rate of 1e-2 takes hundreds of steps to sharpen it.

@@ -372,7 +372,13 @@ def _needles(run: RunRecord, drawn: Drawing | None) -> str:
     lists = "Recall asks for the second words of a list of pairs by the first. By linearize eval, student and teacher:"
     columns = {"": "text", "student": "number", "teacher": "number"}
     asked = html.table(columns, tables.asked_rows(run.evaluation or {}))
-    return html.paragraph(words) + _figure(drawn) + html.paragraph(lists) + asked
+    page = html.paragraph(words) + _figure(drawn) + html.paragraph(lists) + asked
+    if found := (run.evaluation or {}).get("repeats"):
+        first, *others = tables.REPEATED
+        repeated = html.table({first: "text"} | dict.fromkeys(others, "number"), tables.repeat_rows(found, ".4f"))
+        told = "In ordinary text a model can look up what followed the same token before. By how far back that was:"
+        page += html.paragraph(told) + repeated
+    return page
 
 
 def not_measured(run: RunRecord) -> str:

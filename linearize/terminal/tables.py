@@ -180,17 +180,29 @@ def positions_table(found: dict[str, Any] | None) -> None:
     )
 
 
-def repeats_table(found: list[dict[str, Any]]) -> None:
-    """What was `compared` of targets by how far back the same two tokens stood together."""
-    columns = {"tokens back": "short"} | dict.fromkeys(("of all tokens", *COMPARED, "of all KL"), "number")
+# Headings of `repeat_rows`.
+REPEATED = ("tokens back", "of all tokens", *COMPARED, "of all KL")
+
+
+def repeat_rows(found: Sequence[dict[str, Any]], form: str) -> list[tuple[str, ...]]:
+    """What was `compared` of targets by how far back the same two tokens stood together, with shares of all."""
     sizes = [(row["tokens"], row["tokens"] * row["kl"]) for row in found]
-    tokens, kl = (sum(column) or 1.0 for column in zip(*sizes, strict=True))
+    totals = [sum(column) or 1.0 for column in zip(*sizes, strict=True)]
     rows = []
     for row, own in zip(found, sizes, strict=True):
         back = f"{row['from']:,} to {row['to']:,}" if row["to"] else f"over {row['from'] - 1:,}"
-        shares = percent(own[0] / tokens), percent(own[1] / kl)
-        rows.append((back if row["from"] else "new", shares[0], *compared(row, ".3f"), shares[1]))
-    console().print(table(columns, rows, "perplexity by how far back the same two tokens last stood together"))
+        tokens, kl = (percent(size / total) for size, total in zip(own, totals, strict=True))
+        rows.append((back if row["from"] else "new", tokens, *compared(row, form), kl))
+    return rows
+
+
+def repeats_table(found: Sequence[dict[str, Any]]) -> None:
+    """`repeat_rows`, where there are any."""
+    if found:
+        first, *others = REPEATED
+        columns = {first: "short"} | dict.fromkeys(others, "number")
+        title = "perplexity by how far back the same two tokens last stood together"
+        console().print(table(columns, repeat_rows(found, ".3f"), title))
 
 
 # What models write by themselves, as `linearize eval --generate` measures it.

@@ -17,10 +17,11 @@ from linearize.commands.finetune import report_table
 from linearize.commands.runs import runs_table
 from linearize.commands.verify import FOUND, checks_table
 from linearize.demo.tour import demo_table
+from linearize.measure.repeats import Repeats
 from linearize.plan.keep import Choice
 from linearize.plan.mechanisms import mechanism_names, summary
 from linearize.terminal.output import say_error
-from linearize.terminal.tables import positions_table, table, task_rows
+from linearize.terminal.tables import positions_table, repeats_table, table, task_rows
 from linearize.verify.checks import Check
 from linearize.verify.child import behaviours
 
@@ -98,6 +99,12 @@ def test_positions_name_a_trained_length_that_is_recorded_alone(capsys: pytest.C
         assert ("trained in rows of 64 tokens" in shown) == trained
         told = "no trained length is recorded: the first stretch is a row of the text, 64 tokens"
         assert (told in shown) != trained
+
+
+def test_a_text_without_a_target_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as documents of one token each."""
+    repeats_table(Repeats().rows())
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_task_in_which_the_teacher_is_never_right_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:

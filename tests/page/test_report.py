@@ -116,6 +116,13 @@ def test_what_was_asked_and_written_freely_is_on_the_page(run: Path) -> None:
     assert "recall written freely, 2 lists of 256 tokens12.5%50.0%" in words
     assert "written tokens that repeat (runs of 4), 3 texts25.0%12.5%" in words
     assert "Python written" not in words
+    assert "tokens back" not in words
+    kinds = [{"from": 0, "to": 0, "tokens": 30, "kl": 0.1}, {"from": 2049, "to": None, "tokens": 10, "kl": 0.9}]
+    kinds = [kind | {"student_ppl": 12.0, "teacher_ppl": 10.0, "ppl_ratio": 1.2} for kind in kinds]
+    (run / "eval.json").write_text(json.dumps(found | {"repeats": kinds}))
+    words = Page(report_page(read_run(run))).words
+    assert "new75.0%12.000010.00001.20000.100025.0%" in words
+    assert "over 2,04825.0%12.000010.00001.20000.900075.0%" in words
 
 
 def test_positions_are_of_eval_where_it_measured_some_and_say_so(run: Path) -> None:

@@ -52,7 +52,6 @@ def main() -> None:
     if arguments["dtype"] != torch.float32:  # what no weight says, such as the scale of Gemma's embeddings, was rounded
         with init_empty_weights(include_buffers=False):
             exact = dict(type(model)(model.config).named_buffers())
-        for name, buffer in model.named_buffers():
-            if name in exact and name not in model.state_dict():
-                buffer.copy_(exact[name])
+        for name in exact.keys() - model.state_dict().keys():
+            model.get_buffer(name).copy_(exact[name])
     torch.save(outputs(model), out)
