@@ -16,6 +16,7 @@ from ..recipe.recipe import AttentionTransfer, Recipe, trains_source
 from ..terminal.output import counted, size
 from ..terminal.progress import progress
 from ..train.drop_path import layers_of
+from ..train.runs import processes
 from .estimate import Cost, StageCost, estimate, sharded
 from .gpus import Device
 from .memory import Rehearsal
@@ -150,17 +151,28 @@ def is_open(recipe: Any) -> bool:
 
 
 def as_before(recipe: Recipe, record: Path) -> Recipe:
-    """What a run chose when it began, from its run.json, so that it goes on with it."""
-    before, values = json.loads(record.read_text("utf-8"))["recipe"], recipe.resolved()
+    """What a run chose when it began, from its run.json, so that it goes on with it. It chose the rows of a micro
+    batch, and not the blocks of a step: those are what the recipe says."""
+    run = json.loads(record.read_text("utf-8"))
+    before, values = run["recipe"], recipe.resolved()
     for now, then in zip(values["stages"], before["stages"], strict=False):
         if now["optimizer"]["memory"] == "auto":
             now["optimizer"]["memory"] = then["optimizer"].get("memory", "full")
         if values["runtime"]["batch"] == "auto":
-            now["batch"] = then["batch"]
+            blocks, rows = blocks_of(now["batch"]) * processes(), then["batch"]["per_device"]
+            as_then = blocks == blocks_of(then["batch"]) * run["processes"]
+            if as_then and blocks % (rows * processes()) == 0:
+                steps = blocks // (rows * processes())
+                now["batch"] = then["batch"] | {"gradient_accumulation_steps": steps}
     values["runtime"]["batch"] = "given"
     if values["runtime"]["gradient_checkpointing"] == "auto":
         values["runtime"]["gradient_checkpointing"] = before["runtime"]["gradient_checkpointing"]
     return recipe.changed(values)
+
+
+def blocks_of(batch: dict[str, int]) -> int:
+    """Blocks of a step of one process."""
+    return batch["per_device"] * batch["gradient_accumulation_steps"]
 
 
 def without_auto(recipe: Recipe) -> Recipe:

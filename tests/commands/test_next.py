@@ -23,6 +23,7 @@ from linearize.cli import app
 from linearize.errors import Exit
 from linearize.job.checks import check_fit, check_packages, check_text
 from linearize.job.resolve import resolve
+from linearize.train.session import Finetuner
 
 COMMAND = re.compile(r"\blinearize ([a-z]+)((?: (?:-{1,2}[a-z][\w-]*|[A-Z][\w/:@-]*|[\w.]+=\S+))*)")
 
@@ -185,10 +186,21 @@ def test_commands_in_messages_run_as_they_are_printed(elsewhere: Path, linearize
 
 
 @pytest.mark.slow
-def test_the_checkpoint_that_is_named_takes_other_values(elsewhere: Path, linearize: Command) -> None:
-    words = ["finetune", "../there/recipe.yaml", "output_dir=some runs/one"]
-    code, _, err = linearize(*words)
-    assert code == 0, err
+def test_the_checkpoint_that_is_named_takes_other_values(
+    elsewhere: Path, linearize: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["finetune", "../there/recipe.yaml", "output_dir=some runs/one", "stages.logit_kl.steps=2"]
+    words.append("checkpoint.every_steps=1")
+    save = Finetuner.save
+
+    def stopped(tuner: Finetuner, position: Any, state: Any) -> None:
+        if position.step > 1:
+            raise KeyboardInterrupt
+        save(tuner, position, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Finetuner, "save", stopped)
+        assert linearize(*words)[0] == Exit.INTERRUPTED
     code, _, err = linearize(*words, "stages.logit_kl.optimizer.lr=1e-4")
     assert code == Exit.USAGE
     named = re.search(r"--resume '.*?'", err)

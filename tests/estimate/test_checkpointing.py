@@ -38,7 +38,7 @@ def test_activations_are_computed_again_where_they_do_not_fit(tmp_path: Path) ->
         assert any("gradient_checkpointing" in line for line in told) == again
         assert not is_open(found)
         record = tmp_path / "run.json"
-        record.write_text(json.dumps({"recipe": found.resolved()}))
+        record.write_text(json.dumps({"recipe": found.resolved(), "processes": 1}))
         assert as_before(recipe, record).runtime.gradient_checkpointing is found.runtime.gradient_checkpointing
 
 

@@ -12,13 +12,16 @@ import torch
 from training import base, make_recipe, metrics, same, stage, tensors, train
 
 from linearize.errors import LinearizeError
+from linearize.estimate import advice
 from linearize.estimate.advice import as_before, choose, is_open, without_auto
 from linearize.estimate.estimate import estimate
 from linearize.estimate.gpus import Device
 from linearize.estimate.memory import Rehearsal
 from linearize.job.dry_run import dry_run
+from linearize.job.resolve import as_resumed
 from linearize.recipe.recipe import Recipe
-from linearize.train import small_adamw
+from linearize.train import runs, small_adamw
+from linearize.train.runs import Run
 from linearize.train.runtime import check_divided, clip
 from linearize.train.session import Finetuner
 from linearize.train.small_adamw import BLOCK, SmallAdamW, fresh_state, load, rounded, slices, store
@@ -298,3 +301,35 @@ def test_a_run_goes_on_with_what_it_chose(root: Path, tmp_path: Path) -> None:
     values["recipe"]["stages"][0]["optimizer"]["memory"] = "small"
     record.write_text(json.dumps(values))
     assert as_before(recipe, record).stages[0].optimizer.memory == "small"
+
+
+def test_a_run_goes_on_with_the_blocks_of_a_step_that_its_recipe_says(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` chose the rows of a micro batch alone: another number of blocks is another recipe."""
+    folder = base(root, "llama", "bfloat16")
+
+    def asking(rows: int, steps: int) -> Recipe:
+        batch = {"per_device": rows, "gradient_accumulation_steps": steps}
+        runtime = {"device": "cpu", "precision": "bf16", "batch": "auto"}
+        return make_recipe(tmp_path, folder, stage("logit_kl", steps=1, batch=batch), runtime=runtime)
+
+    def split(recipe: Recipe) -> tuple[int, int]:
+        batch = as_before(recipe, record).stages[0].batch
+        return batch.per_device, batch.gradient_accumulation_steps
+
+    train(asking(1, 4))
+    record = tmp_path / "run" / "run.json"
+    values = json.loads(record.read_text())
+    values["recipe"]["stages"][0]["batch"] |= {"per_device": 2, "gradient_accumulation_steps": 2}
+    record.write_text(json.dumps(values))
+    assert (split(asking(1, 4)), split(asking(4, 1)), split(asking(1, 3))) == ((2, 2), (2, 2), (1, 3))
+    Run(as_resumed(asking(1, 4), "auto"), "auto")
+    with pytest.raises(LinearizeError, match="blocks_per_step 4 -> 3"):
+        Run(as_resumed(asking(1, 3), "auto"), "auto")
+    for module in (advice, runs):  # two processes that take as many blocks together
+        monkeypatch.setattr(module, "processes", lambda: 2)
+    assert split(asking(1, 2)) == (2, 1)
+    Run(as_resumed(asking(1, 2), "auto"), "auto")
+    with pytest.raises(LinearizeError, match="blocks_per_step 4 -> 8"):
+        Run(as_resumed(asking(1, 4), "auto"), "auto")
