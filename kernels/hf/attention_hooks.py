@@ -371,7 +371,7 @@ def attach(
         if makes_places(part):
             part.linearize_grids = any(hasattr(module, "get_rope_index") for module in part.modules())
             part.linearize_counts = rotates(part) and not part.linearize_grids
-            part.linearize_captures = capture is not None
+            part.linearize_captures, part.linearize_causal = capture is not None, has_causal(part)
             part.register_forward_pre_hook(place_tokens, with_kwargs=True)
         position_hooks.watch(part)
     set_names(model, lambda name: name if split_name(name)[0] else prefix_for(spec) + name)
@@ -437,14 +437,18 @@ def rotates(model: Any) -> bool:
 
 
 def makes_places(part: Any) -> bool:
-    """Whether a model, or a model in it, has causal mixers and takes position_ids and a mask."""
+    """Whether a model, or a model in it, takes position_ids and a mask, and its mixers are causal or see rotations."""
     names = inspect.signature(type(part).forward).parameters
-    causal = any(mixer.site.causal for mixer in mixers_of(part).values())
-    return causal and {"position_ids", "attention_mask"} <= {*names}
+    return {"position_ids", "attention_mask"} <= {*names} and (has_causal(part) or rotates(part))
+
+
+def has_causal(part: Any) -> bool:
+    """Whether a model has causal mixers."""
+    return any(mixer.site.causal for mixer in mixers_of(part).values())
 
 
 def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pre-hook of a decoder: number the real tokens of each row, or of each document, from 0 where no position_ids say
+    """Pre-hook of a model: number the real tokens of each row, or of each document, from 0 where no position_ids say
     otherwise, as generate() does.
 
     Softmax sees rotated queries and keys through their distance alone. Feature maps and gates of channels see how far
@@ -487,7 +491,7 @@ def place_tokens(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if forgotten is not None:
             before = before & (torch.arange(seen, device=before.device) >= forgotten[:, None])
         places = positions(real[:, seen:], documents, before.sum(1), (B, T))
-    elif mask is not None and is_own_mask(mask) and mask.shape[-2] == T and _sees_all(part.config):
+    elif part.linearize_causal and mask is not None and is_own_mask(mask) and mask.shape[-2] == T and _sees_all(part.config):
         # A token sees those of its document up to itself.
         places = shown(mask[:, 0]).sum(-1).expand(B, -1) - 1
     elif documents is not None or forgotten is not None:

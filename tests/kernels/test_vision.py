@@ -384,6 +384,20 @@ def test_masks_that_are_moved_to_where_scores_are(tmp_path: Path, name: str) -> 
 # ---------------------------------------------------------------- what is refused, and what is chosen
 
 
+@pytest.mark.parametrize("mechanism", ["saga", "la", "mhla"])
+def test_padding_in_front_of_text_changes_nothing_where_it_is_rotated(tmp_path: Path, mechanism: str) -> None:
+    """Features see how far queries and keys are rotated, so tokens have the places that they have alone."""
+    model = noisy(converted(tmp_path, "ModernBertForMaskedLM", mechanism))
+    ids = torch.randint(1, model.config.vocab_size, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    with torch.no_grad():
+        padded = model(input_ids=ids, attention_mask=mask).logits
+        alone = [model(input_ids=row).logits[0] for row in (ids[:1], ids[1:, 7:])]
+    assert relative_error(padded[0], alone[0]) < EXACT
+    assert relative_error(padded[1, 7:], alone[1]) < EXACT
+
+
 def test_padding_is_read_from_masks_of_one_row_and_of_any_low_number() -> None:
     real = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
     for low in (-1e4, torch.finfo(torch.float32).min, -torch.inf):
