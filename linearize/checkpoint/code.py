@@ -16,6 +16,7 @@ from .flatten import flat_files, imported, reached
 from .templates import templates_of, written
 
 MODELING_FILE = "modeling_linearized.py"
+IMAGE_TEXT = "AutoModelForImageTextToText"
 
 # Files that travelled under another name until 0.3.0 was released: that name, and what a model's file imports of it.
 EARLIER = {
@@ -91,15 +92,16 @@ def auto_map(natives: SourceClasses) -> dict[str, str]:
 
 @functools.lru_cache(64)
 def auto_names(config: Any, head: Any) -> Sequence[str]:
-    """The Auto classes that load this class: for text that goes on the causal one alone, else all those for a task,
-    and AutoModel where there is none. Kept: transformers looks through all its models for each Auto class."""
+    """The Auto classes that load this class: for text that goes on the causal one, and behind it that of images with
+    text, else all those for a task, and AutoModel where there is none. Kept: transformers looks through all its models
+    for each Auto class."""
     serving = []
     for name, auto in vars(transformers.models.auto.modeling_auto).items():
         found = getattr(auto, "_model_mapping", {}).get(config, ()) if name.startswith("AutoModel") else ()
         if head in (found if isinstance(found, tuple) else (found,)):
             serving.append(name)
     if head.can_generate() and not any("Seq2Seq" in name for name in serving):
-        return ["AutoModelForCausalLM"]
+        return ["AutoModelForCausalLM", *(name for name in serving if name == IMAGE_TEXT)]
     if not serving:  # one with a projection, a backbone; of code that travels along, what writes text
         return ["AutoModel" if getattr(transformers, head.__name__, None) is head else "AutoModelForCausalLM"]
     return [name for name in serving if name != "AutoModelForPreTraining"] or serving

@@ -38,7 +38,7 @@ from ..plan.plan import Plan
 from ..probe.probe import model_class_of
 from ..probe.trace import quiet
 from . import write as checkpoint
-from .code import MODELING_FILE, SourceClasses, auto_map, modeling, plan_parts
+from .code import IMAGE_TEXT, MODELING_FILE, SourceClasses, auto_map, modeling, plan_parts
 from .flatten import imported
 from .known_code import known_files, sha256_of
 from .manifest import plan_in, plan_of, read_plan, recipes_of
@@ -384,7 +384,10 @@ def named_code(folder: Path, natives: SourceClasses) -> Iterator[str]:
         with contextlib.suppress(*MALFORMED):
             found = json.loads(path.read_text("utf-8"))
             if path.name == "config.json":
-                named = found.get("auto_map") not in (auto_map(natives), auto_map(natives.without_tasks))
+                known = [auto_map(natives), auto_map(natives.without_tasks)]
+                # The first folders of 0.3.0 had no class for images with text.
+                known += [{name: own for name, own in one.items() if name != IMAGE_TEXT} for one in known]
+                named = found.get("auto_map") not in known
             else:  # processor_config.json has those of its parts one level down
                 named = any(part.get("auto_map") for part in (found, *found.values()) if isinstance(part, dict))
             kernel = hub_kernel(found)

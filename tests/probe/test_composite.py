@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 import transformers
 from architectures import OPTIONS, shrunk
 from conftest import TOLERANCE, holds, relative_error, with_slow
-from models import load, logits, source_with_mixers
+from models import copied, load, logits, source_with_mixers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from linearize.checkpoint.provenance import check_code
 from linearize.convert import convert, plan_conversion
+from linearize.errors import LinearizeError
 from linearize.verify.reload import FIRST, numbers, verify
 from linearize_kernels.hf.attention_hooks import mixers_of
 
@@ -95,6 +98,23 @@ def test_text_layers_become_linear_in_place(folders: Folders, name: str, layers:
     if "pixel_values" in given:
         blank = {**given, "pixel_values": torch.zeros_like(given["pixel_values"])}
         assert relative_error(logits(model, **blank), linear) > 1e-3
+
+
+def test_scripts_for_images_with_text_find_the_model(folders: Folders, tmp_path: Path) -> None:
+    """Folders of before had no class for them, and stay trusted."""
+    _, folder = folders("llava")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__name__ == "LinearizedLlavaForConditionalGeneration"
+    earlier = copied(folder, tmp_path / "earlier")
+    config = json.loads((folder / "config.json").read_text())
+    entries = config["auto_map"]
+    del entries["AutoModelForImageTextToText"]
+    (earlier / "config.json").write_text(json.dumps(config))
+    assert check_code(earlier, False)
+    entries["AutoModelForImageTextToText"] = "other.Model"
+    (earlier / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LinearizeError, match=r"config\.json.*--trust-remote-code"):
+        check_code(earlier, False)
 
 
 @pytest.mark.slow
