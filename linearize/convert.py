@@ -265,6 +265,9 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     # Presets train new parameters first, but for that of windows, which have none.
     if causal and not (plan.new_parameters or of_images or suited == WINDOWS):
         return shlex.join(["linearize", "generate", str(folder), "Once upon a time"])
+    if not (of_images or is_trained(plan.architecture, natives)):
+        own = "train its mixers in a loop of your own, they are ordinary parameters"
+        return f"{own}: finetune has no data for {plan.architecture}"
     headless = plan.architecture.removesuffix("WithProjection").endswith(("Model", "Backbone"))
     encoder = headless and not (of_images or causal)
     recipe, key, end = ("vit-la", "images", "") if of_images else (suited, "files", ".txt")
@@ -281,6 +284,7 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     if not (of_images or encoder):
         text = natives.source_config.get_text_config(decoder=True)
         row = min(1024, getattr(text, "max_position_embeddings", None) or 1024)
+        row -= row % 64 if row > 64 else 0  # RoBERTa's count has two that are no token's
         stages = load_recipe(recipe, [f"model.base={folder}", "convert=null"]).stages
         less = f" For a first try on a CPU add data.pack.seq_len={row}"
         less += "".join(f" stages.{stage.name}.tokens=1M" for stage in stages)
@@ -289,6 +293,13 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
         f"distil it: {command}\n--dry-run tells the time.{less}\n"
         f"The recipe's data are on the Hub; for your own{files} add {own}"
     )
+
+
+def is_trained(architecture: str, natives: SourceClasses) -> bool:
+    """Whether finetune trains a model that reads no images: one text, of which it predicts tokens or makes vectors."""
+    one_text = natives.head.main_input_name == "input_ids" and not natives.source_config.is_encoder_decoder
+    labelled = ("Classification", "QuestionAnswering", "MultipleChoice", "Prediction")
+    return one_text and not architecture.endswith(labelled)
 
 
 def slower(plan: Plan, source: Source, natives: SourceClasses) -> str:

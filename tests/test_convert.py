@@ -22,6 +22,7 @@ from models import HYBRID, convert_folder, load, logits, save_source, small_mode
 from safetensors.torch import load_file, save_file
 
 from linearize.checkpoint.carried import NAMES
+from linearize.checkpoint.code import SourceClasses
 from linearize.checkpoint.manifest import read_plan
 from linearize.checkpoint.source import read_header
 from linearize.checkpoint.write import MANIFEST
@@ -324,6 +325,26 @@ def test_a_conversion_goes_on_by_the_preset_of_its_layers(
     rows = {recipe.data_for(stage).pack.seq_len for stage in recipe.stages}
     assert rows == {natives.source_config.max_position_embeddings}
     assert {stage.tokens for stage in recipe.stages} == {10**6}
+
+
+@pytest.mark.parametrize(
+    ("name", "trains"),
+    [
+        ("LlamaForCausalLM", True),
+        ("BertForMaskedLM", True),
+        ("BertModel", True),
+        ("BertForSequenceClassification", False),
+        ("BartForConditionalGeneration", False),
+        ("WhisperForConditionalGeneration", False),
+    ],
+)
+def test_finetune_follows_where_it_has_data(shared: Path, name: str, trains: bool) -> None:
+    plan, _, _ = plan_conversion(str(shared), "la")
+    head = getattr(transformers, name)
+    natives = SourceClasses(head.config_class(), head)
+    told = next_step(dataclasses.replace(plan, architecture=name), Path("out"), natives)
+    assert told.startswith("distil it" if trains else "train its mixers in a loop of your own")
+    assert (name in told) != trains
 
 
 def test_a_conversion_by_a_recipe_goes_on_with_it_and_its_values(shared: Path) -> None:

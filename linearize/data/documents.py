@@ -214,6 +214,8 @@ def _text(where: str, fields: Mapping[str, Any], source: TextSource, sft: bool) 
     chat = "messages" in given or {"prompt", "completion"} <= given
     if chat and (sft or text_key not in given):
         return None
+    if text_key in fields and text_key not in given:
+        raise LinearizeError(f"{where}: {text_key!r} is null. Take the row out, or give it a text, which may be empty")
     if text_key not in given:
         strings = [name for name in given if isinstance(fields[name], str)]
         likely = nearest(text_key, strings) or (strings[0] if len(strings) == 1 else "KEY")
@@ -302,6 +304,8 @@ def check_enough(source: TextSource, tokenizer: PreTrainedTokenizerBase | None =
 def check_first_rows(source: TextSource, *, sft: bool) -> None:
     """`check_rows` of the first row of each local file, however long the file is. No dataset is opened, and no .txt
     file, which has no keys."""
+    if not any(file.stat().st_size for file in source.files):
+        check_enough(source)
     for file in source.files:
         if file.suffix != ".txt":
             rows = _parquet_rows(file, 1) if file.suffix == ".parquet" else _json_rows(file)

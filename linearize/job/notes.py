@@ -40,7 +40,7 @@ def next_commands(recipe: Recipe) -> str:
         plan = read_plan(final)
         # Else `eval` finds the teacher: the base of a run that converts, or what was converted before.
         unnamed = not isinstance(recipe.model.base, str) if recipe.convert else not converted_from(plan, recipe.folder)
-        teacher = ["--teacher", plan.source or "MODEL"] if unnamed else []
+        teacher = ["--teacher", "MODEL"] if unnamed else []  # of a folder the plan has the name without its place
         commands.append(["eval", final, "--recipe", run, "-o", run / EVAL, *teacher])
     commands += [] if recipe.finish.push is not None else [["push", final, "USER/NAME", "--dry-run"]]
     trust = ["--trust-remote-code"] * recipe.model.trust_remote_code
@@ -111,7 +111,7 @@ def data_summary(recipe: Recipe, cost: StageCost) -> dict[str, Any]:
         held = min(held, known)
     most = most_tokens_of(data.train, recipe.folder)
     facts: dict[str, Any] = {}
-    if cost.tokens is not None and cost.tokens > most:
+    if cost.tokens is not None and cost.tokens > most > 0:
         facts["passes"] = math.ceil(cost.tokens / most)
     if isinstance(data.train, FileSource) and isinstance(data.eval, DatasetSource):
         facts["foreign_eval"] = True

@@ -116,7 +116,7 @@ def test_text_is_read_before_the_conversion(
     broken = "".join('{"text": }\n' if number == 300 else json.dumps(row) + "\n" for number, row in enumerate(rows))
     if name == "a.parquet":
         packed(file, "\n".join(json.dumps({"text": "a" if n != 300 else None, "id": n}) for n in range(400)).encode())
-        where = "a.parquet row 300: no 'text'"
+        where = "a.parquet row 300: 'text' is null"
     elif name == "folder":
         packed(file / "part.jsonl", broken.encode())
         data, where = {"path": str(file)}, "dataset .*folder"
@@ -245,6 +245,13 @@ def test_a_dry_run_reads_the_first_row_alone(tmp_path: Path, name: str, monkeypa
     monkeypatch.setattr(documents, "open_dataset", lambda *given: pytest.fail("opens a dataset"))
     documents.check_first_rows(TextSource(path=str(tmp_path)), sft=False)
     documents.check_first_rows(TextSource(demo="train"), sft=False)
+    (tmp_path / "zero.txt").touch()
+    with pytest.raises(LinearizeError, match=r"zero\.txt has no text"):
+        documents.check_first_rows(TextSource(files=(tmp_path / "zero.txt",)), sft=False)
+    for null in ("null.jsonl", "null.parquet"):
+        file = packed(tmp_path / null, b'{"text": null, "n": 1}\n')
+        with pytest.raises(LinearizeError, match=rf"{null}.*'text' is null.*row"):
+            documents.check_first_rows(TextSource(files=(file,)), sft=False)
 
 
 @pytest.mark.slow
