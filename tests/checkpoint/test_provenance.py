@@ -490,8 +490,12 @@ def test_an_upgrade_that_is_interrupted_waits_for_nobody(zoo: Zoo, monkeypatch: 
     monkeypatch.setattr(upgrade, "reload_logits", reload)
     monkeypatch.setattr(upgrade, "what_fits", lambda folder, plan: reloading.ALL_TWICE)
     begun = time.monotonic()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `make test &` ignores it
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        upgrade.compared(folder, folder, provenance.read_plan(folder))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            upgrade.compared(folder, folder, provenance.read_plan(folder))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - begun < 50
     assert not reloading.RUNNING
