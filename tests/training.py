@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import convert_folder, small_model
 from safetensors.torch import load_file
@@ -15,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from linearize.finetune import finetune
 from linearize.recipe.recipe import Recipe, load_recipe
+from linearize.train.session import Finetuner
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 EOS, VOCAB = len(BYTES), len(BYTES) + 1
@@ -146,6 +150,21 @@ def write_recipe(folder: Path, model: Path, *stages: dict[str, Any], **changes: 
 def make_recipe(folder: Path, model: Path, *stages: dict[str, Any], **changes: Any) -> Recipe:
     """`write_recipe`, read back."""
     return load_recipe(write_recipe(folder, model, *stages, **changes))
+
+
+@contextmanager
+def killed_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within: a run is interrupted where it would save a later step."""
+    save = Finetuner.save
+
+    def killed(tuner: Finetuner, position: Any, state: Any) -> None:
+        if position.step > step:
+            raise KeyboardInterrupt
+        save(tuner, position, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Finetuner, "save", killed)
+        yield
 
 
 def train(recipe: Recipe, **arguments: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.batches import tokens_per_sample
-from ..recipe.recipe import AttentionTransfer, Recipe, trains_source
+from ..recipe.recipe import AttentionTransfer, Recipe, per_step, trains_source
 from ..terminal.output import counted, size
 from ..terminal.progress import progress
 from ..train.drop_path import layers_of
@@ -155,24 +155,21 @@ def as_before(recipe: Recipe, record: Path) -> Recipe:
     batch, and not the blocks of a step: those are what the recipe says."""
     run = json.loads(record.read_text("utf-8"))
     before, values = run["recipe"], recipe.resolved()
-    for now, then in zip(values["stages"], before["stages"], strict=False):
+    blocks = [
+        [stage["blocks_per_step"] for stage in per_step(*one)["stages"]]
+        for one in ((values, processes()), (before, run["processes"]))
+    ]
+    for now, then, asked, had in zip(values["stages"], before["stages"], *blocks, strict=False):
         if now["optimizer"]["memory"] == "auto":
             now["optimizer"]["memory"] = then["optimizer"].get("memory", "full")
         if values["runtime"]["batch"] == "auto":
-            blocks, rows = blocks_of(now["batch"]) * processes(), then["batch"]["per_device"]
-            as_then = blocks == blocks_of(then["batch"]) * run["processes"]
-            if as_then and blocks % (rows * processes()) == 0:
-                steps = blocks // (rows * processes())
+            steps, left = divmod(asked, then["batch"]["per_device"] * processes())
+            if asked == had and not left:
                 now["batch"] = then["batch"] | {"gradient_accumulation_steps": steps}
     values["runtime"]["batch"] = "given"
     if values["runtime"]["gradient_checkpointing"] == "auto":
         values["runtime"]["gradient_checkpointing"] = before["runtime"]["gradient_checkpointing"]
     return recipe.changed(values)
-
-
-def blocks_of(batch: dict[str, int]) -> int:
-    """Blocks of a step of one process."""
-    return batch["per_device"] * batch["gradient_accumulation_steps"]
 
 
 def without_auto(recipe: Recipe) -> Recipe:

@@ -229,7 +229,7 @@ class Finetuner:
 
     def blocks_per_step(self, stage: Stage) -> int:
         """Blocks of one optimizer step, over all micro batches and processes."""
-        return stage.batch.per_device * stage.batch.gradient_accumulation_steps * self.accelerator.num_processes
+        return stage.batch.blocks * self.accelerator.num_processes
 
     def blocks_and_steps(self, stage: Stage) -> tuple[Samples, int]:
         """What a stage trains on, and its optimizer steps."""

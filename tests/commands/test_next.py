@@ -16,14 +16,13 @@ import pytest
 import typer.main
 from conftest import Command
 from models import convert_folder, load, save_source
-from training import BASES, byte_tokenizer, stage, write_recipe
+from training import BASES, byte_tokenizer, killed_after, stage, write_recipe
 
 import linearize as package
 from linearize.cli import app
 from linearize.errors import Exit
 from linearize.job.checks import check_fit, check_packages, check_text
 from linearize.job.resolve import resolve
-from linearize.train.session import Finetuner
 
 COMMAND = re.compile(r"\blinearize ([a-z]+)((?: (?:-{1,2}[a-z][\w-]*|[A-Z][\w/:@-]*|[\w.]+=\S+))*)")
 
@@ -191,15 +190,7 @@ def test_the_checkpoint_that_is_named_takes_other_values(
 ) -> None:
     words = ["finetune", "../there/recipe.yaml", "output_dir=some runs/one", "stages.logit_kl.steps=2"]
     words.append("checkpoint.every_steps=1")
-    save = Finetuner.save
-
-    def stopped(tuner: Finetuner, position: Any, state: Any) -> None:
-        if position.step > 1:
-            raise KeyboardInterrupt
-        save(tuner, position, state)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Finetuner, "save", stopped)
+    with killed_after(1, monkeypatch):
         assert linearize(*words)[0] == Exit.INTERRUPTED
     code, _, err = linearize(*words, "stages.logit_kl.optimizer.lr=1e-4")
     assert code == Exit.USAGE

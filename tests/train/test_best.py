@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import holds
-from training import base, make_recipe, metrics, recipe_values, same, stage, tensors, train, write_data
+from training import base, killed_after, make_recipe, metrics, recipe_values, same, stage, tensors, train, write_data
 
 from linearize.errors import LinearizeError
 from linearize.finetune import finetune
@@ -82,17 +82,8 @@ def test_what_needs_evaluations_says_so(root: Path, tmp_path: Path, changes: dic
 
 def halfway(place: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of 8 steps that was killed after step 5, with a checkpoint of step 4."""
-    save = Finetuner.save
-
-    def killed(tuner: Finetuner, position: Any, state: Any) -> None:
-        if position.step > 4:
-            raise KeyboardInterrupt
-        save(tuner, position, state)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Finetuner, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(recipe(place, root, 8, checkpoint={"every_steps": 4}))
+    with killed_after(4, monkeypatch), pytest.raises(KeyboardInterrupt):
+        train(recipe(place, root, 8, checkpoint={"every_steps": 4}))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import base, make_recipe, metrics, same, stage, tensors, train
+from training import base, killed_after, make_recipe, metrics, same, stage, tensors, train
 
 from linearize.errors import LinearizeError
 from linearize.estimate import advice
@@ -23,7 +23,6 @@ from linearize.recipe.recipe import Recipe
 from linearize.train import runs, small_adamw
 from linearize.train.runs import Run
 from linearize.train.runtime import check_divided, clip
-from linearize.train.session import Finetuner
 from linearize.train.small_adamw import BLOCK, SmallAdamW, fresh_state, load, rounded, slices, store
 
 SMALL = {"lr": 1e-3, "memory": "small"}
@@ -116,17 +115,8 @@ def test_a_stage_ends_close_to_the_plain_one_and_resumes(
     assert metrics(small)[0] == pytest.approx(metrics(full)[0], rel=5e-3)  # the residual stream is bf16, not float32
     assert ends[1] < 0.9 * metrics(small)[0]
     assert ends[1] == pytest.approx(ends[0], rel=0.05)
-    save = Finetuner.save
-
-    def killed(tuner: Finetuner, position: Any, state: Any) -> None:
-        if position.step > 6:
-            raise KeyboardInterrupt
-        save(tuner, position, state)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Finetuner, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run("resumed", "small")
+    with killed_after(6, monkeypatch), pytest.raises(KeyboardInterrupt):
+        run("resumed", "small")
     resumed = run("resumed", "small")
     assert same(tensors(resumed / "run" / "final"), tensors(small / "run" / "final"))
 
