@@ -73,7 +73,15 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "mhla": ({**NEAR}, {"faithful": True, "blocks": 32, "block_size": 64}, BIDIRECTIONAL, PUBLISHED),
     "saga": (BIDIRECTIONAL, PUBLISHED),
     "sla": (
-        {"base": "gdn", "feature_map": "hedgehog", "state_heads": "query", "taps": 4, "window": 128, "sink": 1},
+        {
+            "base": "gdn",
+            "feature_map": "hedgehog",
+            "state_heads": "query",
+            "memories": 2,
+            "taps": 4,
+            "window": 128,
+            "sink": 1,
+        },
         {"base": "gla", "state_heads": "query", "window": 440, "sink": 1},
         {"base": "gla", "window": 128, "sink": 1},
         {"faithful": True, "base": "gla"},

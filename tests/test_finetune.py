@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 from linearize import cli
 from linearize.checkpoint.manifest import read_plan
 from linearize.checkpoint.source import open_source
-from linearize.commands.finetune import evaluation_cells
+from linearize.commands.finetune import evaluation_cells, report_table
 from linearize.data.batches import collate, forward, targets
 from linearize.data.documents import TextSource
 from linearize.data.packing import build_blocks
@@ -48,10 +48,12 @@ from linearize.finetune import finetune
 from linearize.job.dry_run import dry_run as estimated
 from linearize.job.notes import next_commands
 from linearize.measure.evaluate import random_teacher_warning
+from linearize.page.record import read_run
 from linearize.recipe.data import described
 from linearize.recipe.models import Data
 from linearize.recipe.recipe import Recipe, load_recipe
 from linearize.terminal.output import nats
+from linearize.terminal.tables import note_of_rows
 from linearize.train.loop import StageLoop
 from linearize.train.runs import Run
 from linearize.train.runtime import make_schedule
@@ -264,6 +266,30 @@ def test_evaluation(root: Path, tmp_path: Path) -> None:
     for block in report["positions"]["blocks"]:
         figures = *(f"{block[key]:.4g}" for key in ("student_ppl", "teacher_ppl", "ppl_ratio")), nats(block["kl"])
         assert [f"{block['from']:,} to {block['to']:,}", *figures] in rows
+
+
+def test_a_stage_is_beside_the_teacher_on_its_own_rows(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Longer rows have a lower perplexity: the teacher's at the start, in the first stage's rows, is another."""
+    short = {"data": {"pack": {"seq_len": T // 4}}, "steps": 1}
+    both = stage("attention_transfer", **short), stage("logit_kl", steps=1)
+    report = train(make_recipe(tmp_path, base(root, "llama"), *both, data=EVAL))
+    alone = train(make_recipe(tmp_path / "alone", base(root, "llama"), both[1], data=EVAL))
+    first, last = report["stages"][-2:]
+    assert first["teacher_ppl"] == pytest.approx(report["teacher_ppl"], rel=1e-6)
+    assert last["teacher_ppl"] == pytest.approx(alone["teacher_ppl"], rel=1e-6)
+    assert last["teacher_ppl"] != pytest.approx(report["teacher_ppl"], rel=1e-3)
+    assert last["ppl_ratio"] == last["ppl"] / last["teacher_ppl"]
+    run = read_run(tmp_path / "run")
+    assert (run.ratio(), run.teacher_ppl) == (last["ppl_ratio"], last["teacher_ppl"])
+    assert [ratio for _, ratio in run.over_teacher()] == [row["ppl_ratio"] for row in report["stages"]]
+    note = "teacher's", f"{last['teacher_ppl']:.4g} (logit_kl)"
+    capsys.readouterr()
+    report_table(report)
+    assert holds(" ".join(capsys.readouterr().err.split()), *note)
+    assert holds((tmp_path / "run" / "final" / "README.md").read_text(), *note)
+    assert not note_of_rows(alone["stages"], alone["teacher_ppl"])
 
 
 @pytest.mark.slow

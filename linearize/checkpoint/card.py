@@ -22,7 +22,7 @@ from ..plan.plan import Plan
 from ..recipe.data import DatasetSource, DemoSource, FileSource, holds_images, unit_of
 from ..recipe.recipe import Recipe, portable
 from ..terminal.output import layers_named, markdown_table
-from ..terminal.tables import evaluation_figures, position_rows, row_name, task_rows
+from ..terminal.tables import evaluation_figures, note_of_rows, position_rows, row_name, task_rows
 from ..train.device import on_cpu
 from .carried import is_licence, sentence_files
 from .code import auto_names
@@ -266,7 +266,9 @@ def measured(recipe: Recipe, report: dict[str, Any]) -> str:
     # What the recipe below does not say.
     few = f" --max-steps {report['max_steps']}" if report.get("max_steps") else ""
     made = f"`linearize finetune{few}`, {device}, {versions}, {datetime.date.today()}."
-    return "\n".join([*lines, "", made, *[f"\n- {note}" for note in report.get("notes", ())], ""])
+    rows_differ = note_of_rows(rows, teacher).removeprefix("note: ")
+    notes = [*filter(None, [rows_differ]), *report.get("notes", ())]
+    return "\n".join([*lines, "", made, *[f"\n- {note}" for note in notes], ""])
 
 
 def by_position(found: dict[str, Any] | None) -> list[str]:

@@ -29,8 +29,9 @@ from ..measure.evaluate import check_finite, feature_error
 from ..measure.generate import device_memory, load_tokenizer, watch_tokens
 from ..measure.positions import figures, long_rows, longest_text, pair_sums
 from ..measure.recall import Row, Writer
-from ..plan.keep import LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl, leaves_one, named
-from ..plan.plan import Plan, Step
+from ..plan.keep import LOCAL, LONGEST, NAMED, Choice, Method, WindowChoice, largest_kl, leaves_one, named
+from ..plan.mechanisms import build_mixer
+from ..plan.plan import Plan, Step, make_steps, mismatch
 from ..probe.trace import quiet
 from ..terminal.output import counted, layers_named, ranges
 from ..terminal.progress import Advance, progress, silent
@@ -46,6 +47,8 @@ from .mixture import Mixture, Units
 TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
 SCORE_TOKENS = 4096
 IMAGE = 128
+# What is compared in place of mixers that start far from softmax (`scored_plan`).
+STAND_IN = {"window": 128, "sink": 1}
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
 # Mixtures that one pass computes, as further rows, at most: launches and Python take most of the time of a small one.
@@ -150,6 +153,23 @@ def together(logits: Tensor) -> int:
     return min(TOGETHER, max(1, LOGITS_TOGETHER[logits.is_cuda] // logits.nbytes))
 
 
+def scored_plan(plan: Plan) -> tuple[Plan, str]:
+    """The plan whose mixers are compared with softmax, and what stands in it for those of `plan`; empty for nothing.
+
+    A mixer that takes q and k in front of the source's norms and rotation is far from softmax after so few steps. What
+    softmax gives back to it then is what any trained mixer has, and layers that retrieve are overlooked
+    (docs/measurements/layers.md). A window alone, which needs no training, shows which layers look further.
+    """
+    with torch.device("meta"):
+        far = any(build_mixer(step.mechanism, step.site, step.options).skip_qk_norm for step in plan.linear)
+    sites = [step.site for step in plan.linear]
+    if not far or any(site.extras or mismatch(site, LOCAL) for site in sites):
+        return plan, ""
+    steps = dict(zip((site.path for site in sites), make_steps(sites, LOCAL, STAND_IN), strict=True))
+    words = f"a window of {STAND_IN['window']} tokens and the first"
+    return dataclasses.replace(plan, steps=tuple(steps.get(step.site.path, step) for step in plan.steps)), words
+
+
 @device_memory()
 def choose(
     scoring: Scoring,
@@ -183,6 +203,7 @@ def choose(
     if lacking:
         scoring.say(f"scored on text alone: {lacking}")
     total = sum(tokens_of_choice(scoring.method, len(units), count, seq_len, kind == "text"))
+    plan, stand_in = scored_plan(plan)
     with torch.random.fork_rng(), progress("choosing", total) as advance:
         torch.manual_seed(scoring.seed)
         mixture = Mixture(model, plan, local)
@@ -204,6 +225,7 @@ def choose(
         seq_len=seq_len,
         kl=kl,
         measured=loss_of(model, read[0], mixture),
+        stand_in=stand_in,
         window=window_cost(mixture, chosen.kept, local[0].options, scoring, processor) if local else {},
     )
 

@@ -374,7 +374,8 @@ def choice_table(choice: Choice, flag: str) -> None:
         recall = f" alone ({choice.lacking})"
     # Earlier versions did not say; images have one.
     rows = "images" if choice.seq_len == 1 else f"tokens in rows of {choice.seq_len:,}" if choice.seq_len else "tokens"
-    out.print(f"scored on {choice.tokens:,} {rows} of {choice.text}{recall}, mixers trained for a moment")
+    others = f"with {choice.stand_in} in the other layers" if choice.stand_in else "mixers trained for a moment"
+    out.print(f"scored on {choice.tokens:,} {rows} of {choice.text}{recall}, {others}")
     for kind, linear in choice.kl["linear"].items():
         these = nats(choice.kl["kept"][kind])
         out.print(f"{choice.measured}, {kind}: {nats(linear)} with no {what} kept, {these} with these")

@@ -99,8 +99,10 @@ def report_table(report: dict[str, Any]) -> None:
     if rows:
         columns = {name: "number" if name else "text" for name in rows[0]}
         out.print(tables.table(columns, [tuple(row.values()) for row in rows], f"held-out {[*rows[0]][2]}"))
-    if unit == "tokens" and report["stages"] and (note := tables.note_below(report["stages"][-1].get("ppl_ratio"))):
-        out.print(note)
+    if unit == "tokens" and report["stages"]:
+        below = tables.note_below(report["stages"][-1].get("ppl_ratio"))
+        for note in filter(None, (tables.note_of_rows(report["stages"], report["teacher_ppl"]), below)):
+            out.print(note)
     tables.positions_table(report.get("positions"))
     if report["layers"]:
         columns = dict.fromkeys(("layer", "relative squared error", "cosine"), "number")

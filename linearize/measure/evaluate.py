@@ -22,7 +22,7 @@ from ..train.predictions import divergence
 from ..train.stages import Listener, listen
 from ..train.student import Student
 
-SUMS = 8  # figures that an evaluation adds up, in `sums_of`
+SUMS = 9  # figures that an evaluation adds up, in `sums_of`
 NEAR = 0.01  # nats, and of the teacher's perplexity: a student so near before any training has little to learn
 CHANCE = 0.5  # of the vocabulary's size: a random model has about all of it as perplexity
 
@@ -74,12 +74,14 @@ class Score(NamedTuple):
 
     Of maps of images there are no targets: `agreement` is the share of patches or pixels where student and teacher put
     the same class first, with `kl` in nats each; of numbers `error` is ||s - t||^2 / ||t||^2, the mean over images. A
-    model without a head has the error of its last hidden states, the mean over rows.
+    model without a head has the error of its last hidden states, the mean over rows. `teacher_ppl` is the teacher's of
+    the same targets, which is another in rows of another length.
     """
 
     ppl: float | None
     accuracy: float | None
     kl: float | None = None
+    teacher_ppl: float | None = None
     agreement: float | None = None
     error: float | None = None
 
@@ -113,10 +115,10 @@ def score(model: Any, data: Iterator[Batch], accelerator: Accelerator, student: 
 
 @torch.no_grad()
 def sums_of(model: Any, batch: Batch, autocast: Callable[[], Any], student: Student | None = None) -> Tensor:
-    """Over the targets of a batch: the sum of losses, hits, the sum of KL from the teacher of `student`, and how many
-    there are. Of dense maps KL and agreement, each the sum of means over an image, and how many images there are; then
-    the sum of errors of numbers, and of how many. float64 [SUMS]. Of long rows the logits are made some tokens at a
-    time."""
+    """Over the targets of a batch: the sum of losses, hits, the sum of KL from the teacher of `student`, how many there
+    are, and the sum of the teacher's losses. Of dense maps KL and agreement, each the sum of means over an image, and
+    how many images there are; then the sum of errors of numbers, and of how many. float64 [SUMS]. Of long rows the
+    logits are made some tokens at a time."""
     wanted = targets(batch)
     sums = torch.zeros(SUMS, dtype=torch.float64, device=wanted.device)
     parts = stretches(model, batch)
@@ -135,10 +137,12 @@ def sums_of(model: Any, batch: Batch, autocast: Callable[[], Any], student: Stud
             continue
         asked = own != IGNORED
         loss, hits = cross_entropy(logits, own, num_tokens=1.0), (logits.argmax(-1) == own).sum()
-        kl = loss.new_zeros(())
+        kl = beside = loss.new_zeros(())
         if student is not None and theirs is not None:
-            kl = divergence(student, logits, theirs(part), asked, num_tokens=1.0)
-        sums[:4] += torch.stack([loss.double(), hits.double(), kl.double(), asked.sum().double()])
+            other = theirs(part)
+            kl = divergence(student, logits, other, asked, num_tokens=1.0)
+            beside = cross_entropy(other, own, num_tokens=1.0)
+        sums[:5] += torch.stack([one.double() for one in (loss, hits, kl, asked.sum(), beside)])
     return sums
 
 
@@ -155,9 +159,9 @@ def _dense_sums(student: Student, ours: Tensor, theirs: Any, valid: Tensor) -> T
     found = divergence(student, ours, theirs, valid, num_tokens=1.0).double()
     count, none = valid.sum().double(), found.new_zeros(())
     if is_numbers(ours):
-        return torch.stack([none, none, none, none, none, none, found, count])
+        return torch.stack([none, none, none, none, none, none, none, found, count])
     same = agreed(ours, theirs, valid).double()
-    return torch.stack([none, none, found, none, same, count, none, none])
+    return torch.stack([none, none, found, none, none, same, count, none, none])
 
 
 def agreed(ours: Tensor, theirs: Tensor, valid: Tensor) -> Tensor:
@@ -168,14 +172,15 @@ def agreed(ours: Tensor, theirs: Tensor, valid: Tensor) -> Tensor:
 
 def _score_of(sums: Tensor, accelerator: Accelerator, compared: bool) -> Score | None:
     """From a process's sums, as `sums_of` has them."""
-    loss_sum, hits_sum, kl_sum, total, same, mapped, error, numbered = accelerator.reduce(sums, "sum").tolist()
+    loss_sum, hits_sum, kl_sum, total, beside, same, mapped, error, numbered = accelerator.reduce(sums, "sum").tolist()
     if mapped:
         return Score(None, None, kl_sum / mapped, agreement=same / mapped)
     if numbered:
         return Score(None, None, error=error / numbered)
     if not total:
         return None
-    return Score(math.exp(min(loss_sum / total, 700.0)), hits_sum / total, kl_sum / total if compared else None)
+    ppl, teacher_ppl = (math.exp(min(one / total, 700.0)) for one in (loss_sum, beside))
+    return Score(ppl, hits_sum / total, *((kl_sum / total, teacher_ppl) if compared else ()))
 
 
 class Fidelity(Listener):

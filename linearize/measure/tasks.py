@@ -50,7 +50,7 @@ from ..terminal.progress import progress
 from ..terminal.tables import task_rows
 from ..verify.child.inputs import most_tokens
 from .compare import EvalRequest
-from .generate import Loaded, device_memory, load, switch_off
+from .generate import Loaded, Opened, device_memory, load, switch_off
 from .recall import Writer, score
 from .recall import rows_of as rows_of_task
 
@@ -86,13 +86,13 @@ FACTS = ("name", "alias", "sample_len", "sample_count")
 @dataclasses.dataclass(frozen=True)
 class Tasks:
     """Tasks that were found under the `names` asked for, as the harness takes them (`specs`), and how to run them:
-    `limit` rows of each (None: all), `few_shot` examples before a question (None: as the task has it), `rows` at a
-    time. `local` are those with a file; for needles, which the harness does not ask, `needle` says what to ask."""
+    `limit` rows of each (None: all), `few_shot` examples before a question (None: as the task has it), `batch_tokens`
+    at a time. `local` are those with a file; for needles, which the harness does not ask, `needle` says what to ask."""
 
     names: tuple[str, ...]
     specs: tuple[str | dict[str, Any], ...]
     manager: Any
-    rows: int
+    batch_tokens: int
     limit: int | None
     few_shot: int | None
     local: tuple[Local, ...] = ()
@@ -136,9 +136,8 @@ def find_tasks(
         if few_shot and any(one.name == name for one in local) and len(task.eval_docs) <= few_shot:
             message = f"--few-shot {few_shot}: the file of {name} has {counted(len(task.eval_docs), 'row')}, and one is"
             raise LinearizeError(f"{message} the question. Ask for fewer examples, or give more rows")
-    rows = max(1, batch_tokens // ROW_TOKENS)
     names = (*others, *(one.name for one in local))
-    return Tasks(names, tuple(specs), manager, rows, limit, few_shot, tuple(local), needle)
+    return Tasks(names, tuple(specs), manager, batch_tokens, limit, few_shot, tuple(local), needle)
 
 
 @functools.cache
@@ -256,7 +255,6 @@ def run_tasks(student: str, teacher: str, tasks: Tasks, without: str = "", **opt
 def run_one(name: str, tasks: Tasks, options: dict[str, Any], without: str = "") -> dict[str, Any]:
     """What the harness finds for the model `name`, which is let go afterwards."""
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
     opened = load(name, None, teacher=False, **options)
     if without:
@@ -268,7 +266,7 @@ def run_one(name: str, tasks: Tasks, options: dict[str, Any], without: str = "")
         return asked
     rolling = any(one.name == ROLLING for one in tasks.local)
     with quiet_harness(), failing_tasks(tasks.names), needed_packages(tasks.names):
-        model = HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=tasks.rows)
+        model = harness_model(opened, tasks.batch_tokens)
         found = simple_evaluate(
             model=model,
             tasks=list(tasks.specs),
@@ -281,6 +279,24 @@ def run_one(name: str, tasks: Tasks, options: dict[str, Any], without: str = "")
     if rolling:
         rolling_errors(found)
     return {**found, **{key: {**found[key], **asked[key]} for key in asked}}
+
+
+def harness_model(opened: Opened, batch_tokens: int) -> Any:
+    """A model as the harness takes it, of which a pass reads about `batch_tokens` tokens: rows of ROW_TOKENS for
+    questions. Of running text it reads a row as long as the model's context, or as a pass where that is shorter."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Bounded(HFLM):  # type: ignore[misc]
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            length = min(self.max_length, batch_tokens)
+            with (
+                mock.patch.object(self, "_max_length", length),
+                mock.patch.object(self, "batch_size_per_gpu", max(1, batch_tokens // length)),
+            ):
+                return super().loglikelihood_rolling(requests, disable_tqdm)
+
+    rows = max(1, batch_tokens // ROW_TOKENS)
+    return Bounded(pretrained=opened.model, tokenizer=opened.tokenizer, batch_size=rows)
 
 
 def add(rows: list[dict[str, Any]], found: dict[str, Any], who: str) -> None:

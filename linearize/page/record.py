@@ -90,8 +90,9 @@ class RunRecord:
 
     @property
     def teacher_ppl(self) -> float | None:
-        """The teacher's held-out perplexity."""
-        return self.of_teacher("ppl")
+        """The teacher's held-out perplexity, on the rows of the last evaluation where that notes it."""
+        last = self.rated()[-1:]
+        return (last[0].get("eval_teacher_ppl") if last else None) or self.of_teacher("ppl")
 
     @property
     def notes(self) -> list[str]:
@@ -138,9 +139,13 @@ class RunRecord:
         return found
 
     def same_blocks(self, stage: str) -> bool:
-        """Whether a stage is evaluated on the text that the teacher was, in blocks of the same length."""
-        own = next((one.get("data") or {} for one in self.stages if one["name"] == stage), {})
-        return own.get("eval") is None and self.block(stage) == self.block()
+        """Whether a stage is evaluated on the text that the teacher was, in blocks of the same length: on those of the
+        first stage."""
+        own = {one["name"]: one.get("data") or {} for one in self.stages}
+        first = next(iter(own), stage)
+        if stage not in own or stage == first:  # `teacher` and `converted` are on those, too
+            return True
+        return own[stage].get("eval") == own[first].get("eval") and self.block(stage) == self.block(first)
 
     def block(self, stage: str = "") -> int | None:
         """Tokens of a block, by a stage's own data or by those of all stages; None where the run did not note them."""
@@ -180,11 +185,26 @@ class RunRecord:
 
     def ratio(self) -> float | None:
         """Held-out perplexity over the teacher's, at the last evaluation; None where that saw other blocks of text."""
-        known, teacher = self.begins(), self.teacher_ppl
-        rated = [entry for entry in self.entries if entry["stage"] in known and entry.get("eval_ppl")]
-        if not rated or not teacher or not self.same_blocks(rated[-1]["stage"]):
-            return None
-        return float(rated[-1]["eval_ppl"]) / teacher
+        rated = self.rated()
+        beside = self.beside(rated[-1]) if rated else None
+        return float(rated[-1]["eval_ppl"]) / beside if beside else None
+
+    def rated(self) -> list[dict[str, Any]]:
+        """The student's evaluations that have a perplexity."""
+        known = self.begins()
+        return [entry for entry in self.entries if entry["stage"] in known and entry.get("eval_ppl")]
+
+    def beside(self, entry: dict[str, Any]) -> float | None:
+        """The teacher's perplexity on the rows of an evaluation; None where the run noted that of other rows alone, as
+        earlier versions did."""
+        own = entry.get("eval_teacher_ppl")
+        return own or (self.of_teacher("ppl") if self.same_blocks(entry["stage"]) else None)
+
+    def over_teacher(self) -> list[tuple[float, float]]:
+        """(tokens since the run began, held-out perplexity over the teacher's on the same rows)."""
+        begins = self.begins()
+        found = [(begins[one["stage"]] + one["tokens"], one["eval_ppl"], self.beside(one)) for one in self.rated()]
+        return [(float(tokens), float(ppl) / beside) for tokens, ppl, beside in found if beside]
 
 
 def mean_needles(evaluation: dict[str, Any] | None, who: str) -> float | None:

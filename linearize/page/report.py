@@ -131,7 +131,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         if run.unit == "images" and run.accuracy is not None:
             other = "" if run.teacher_accuracy is None else f" (teacher {percent(run.teacher_accuracy)})"
             own.append((percent(run.accuracy), f"held-out accuracy{other}"))
-        beside = "" if ratio is None else f" (teacher {run.teacher_ppl:.4g})"
+        beside = "" if ratio is None else f" (teacher {ppl / ratio:.4g})"
         own += [] if ratio is None else [(times(ratio, 1.0), "perplexity over the teacher's")]
         own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
     own += [(nats(kl), f"KL from the teacher, {divergence_unit(run)}") for _, kl in run.curve("eval_kl")[-1:]]
@@ -214,7 +214,7 @@ def draw_training(run: RunRecord) -> Drawing:
     """Held-out perplexity over all tokens, of images accuracy before it, then the loss of each stage, and the parts
     that a loss has."""
     drawings, x = [], Axis(f"training {run.unit}")
-    curve, distances = run.curve("eval_ppl"), run.curve("eval_kl")
+    curve, distances, besides = run.curve("eval_ppl"), run.curve("eval_kl"), run.curve("eval_teacher_ppl")
     values = [value for _, value in curve]
     wide = bool(curve) and max(values) > 5 * min(values)
     hits = run.curve("eval_accuracy") if run.unit == "images" else []
@@ -228,6 +228,8 @@ def draw_training(run: RunRecord) -> Drawing:
         marked = [Series("student", points, "blue", dots=True)]
         if points and teacher is not None:
             level = [(at, factor * teacher) for at, _ in (points[0], points[-1])]
+            if curve is found and len(besides) == len(found):  # it is another in rows of another length
+                level = besides
             marked.append(Series("teacher", level, "soft", True))
         drawings += [lines(title, marked, x, axis)] if points else []
     if distances:
@@ -251,11 +253,11 @@ def _training(run: RunRecord, drawn: Drawing | None) -> str:
     if drawn is None:
         return html.paragraph("The run has no metrics yet.")
     rows = []
-    begins, teacher = run.begins(), run.teacher_ppl
+    begins = run.begins()
     last, names = {entry["stage"]: entry for entry in run.entries if is_evaluation(entry)}, list[str]()
     for name, entry in last.items():
         found = {what: entry.get(f"eval_{what}") for what in ("ppl", "accuracy", "kl", "agreement", "error")}
-        if teacher and found["ppl"] is not None:
+        if found["ppl"] is not None and (teacher := run.beside(entry)):
             found["ppl_ratio"] = found["ppl"] / teacher
         figures = tables.evaluation_figures(found, run.unit, ".4f")
         names = [*figures]

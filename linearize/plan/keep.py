@@ -48,7 +48,8 @@ class Choice:
     what a score of the `method` is. `text` names what was read: `tokens` tokens to compare predictions on, in rows of
     `seq_len`, or images, and `recalls` texts that ask for a repetition. `kl` is how far the source is, as `measured`
     says, on the text and on what is asked for, with none kept (`linear`) and with those `kept`. `lacking` says why a
-    model that writes text has no `recalls`. Layers that the user named (NAMED) have no scores.
+    model that writes text has no `recalls`. `stand_in` is what the layers that are not kept computed, where that is not
+    the plan's mechanism. Layers that the user named (NAMED) have no scores.
 
     `window` says, where kept softmax has one, what the source loses by it in these layers alone, at the end of text and
     of texts that ask for a repetition, both of `length` tokens: perplexities without and with it (`source_ppl`, `ppl`)
@@ -67,6 +68,7 @@ class Choice:
     lacking: str = ""
     seq_len: int = 0
     measured: str = "KL from the source in nats a token"
+    stand_in: str = ""
 
     def scored(self) -> str:
         """The scores from the highest on, and what was kept, in one message."""
@@ -75,7 +77,8 @@ class Choice:
         shown = [f"{name}: {self.scores[name]:.3f}{' (kept)' * (name in kept)}" for name in order[:SCORES_SHOWN]]
         more = len(order) - len(shown)
         rest = f", and {more} more in linearize.json" if more else ""
-        return f"{self.asked}, scored by {self.method} ({MEANING[self.method]}): {', '.join(shown)}{rest}"
+        beside = f", beside {self.stand_in} in the others" if self.stand_in else ""
+        return f"{self.asked}, scored by {self.method} ({MEANING[self.method]}{beside}): {', '.join(shown)}{rest}"
 
     @classmethod
     def unscored(cls, asked: str, layers: list[int], of: int) -> Choice:

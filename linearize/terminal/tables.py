@@ -149,6 +149,8 @@ def evaluation_figures(row: dict[str, Any], unit: str, form: str) -> dict[str, s
     return dict([accuracy, *figures] if unit == "images" else [*figures, accuracy])
 
 
+# By which share the teacher's perplexity differs where it read other rows; less is rounding.
+OTHER_ROWS = 1e-3
 # Headings of `compared`.
 COMPARED = ("student", "teacher", "x teacher", "KL, nats a token")
 
@@ -217,6 +219,18 @@ def note_below(ppl_ratio: float | None) -> str:
         "note: a perplexity below the teacher's makes no better model. A weak teacher may gain from a window by "
         "itself, and training on text more like this one lowers it, too. How close the student is, the KL says"
     )
+
+
+def note_of_rows(stages: list[dict[str, Any]], teacher_ppl: float | None) -> str:
+    """A note where stages were measured on other rows than the teacher at the start; empty where none was."""
+    others = [
+        f"{row['teacher_ppl']:.4g} ({row['name']})"
+        for row in stages
+        if teacher_ppl and row.get("teacher_ppl") and abs(row["teacher_ppl"] / teacher_ppl - 1) > OTHER_ROWS
+    ]
+    if not others:
+        return ""
+    return f"note: in the rows of other stages the teacher's perplexity is {', '.join(others)}; x teacher is over that"
 
 
 def empty_tasks(result: dict[str, Any] | None) -> list[str]:

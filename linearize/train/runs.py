@@ -458,7 +458,9 @@ class Run:
             tokens += entry["tokens"]
             ppl = entry.get("eval_ppl")
             row = {"name": name, "tokens": tokens, "eval_tokens": entry.get("eval_tokens"), "ppl": ppl}
-            row |= {"ppl_ratio": ppl / teacher["eval_ppl"] if teacher and ppl is not None else None}
+            # Of the same rows; runs of earlier versions noted the first stage's alone.
+            beside = entry.get("eval_teacher_ppl", teacher.get("eval_ppl"))
+            row |= {"teacher_ppl": beside, "ppl_ratio": ppl / beside if beside and ppl is not None else None}
             row |= {what: entry.get(f"eval_{what}") for what in ("accuracy", "kl", "agreement", "error")}
             rows.append(row | {"calibrated": True} if entry.get("calibrated") else row)
         figures = {"teacher_ppl": teacher.get("eval_ppl"), "teacher_accuracy": teacher.get("eval_accuracy")}

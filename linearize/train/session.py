@@ -371,7 +371,9 @@ class Finetuner:
             self.run.log(stage=name, step=step, tokens=tokens, **noted, eval_dtype=self.computes, **values)
             self.track(name, step, values)
         told = {"accuracy": percent(found.accuracy) if kind_of(self.model) != "text" else ""}
-        told |= {"perplexity": "" if found.ppl is None else f"{found.ppl:.4g}", "same class": percent(found.agreement)}
+        beside = "" if found.teacher_ppl is None else f" (teacher {found.teacher_ppl:.4g})"
+        told |= {"perplexity": "" if found.ppl is None else f"{found.ppl:.4g}{beside}"}
+        told |= {"same class": percent(found.agreement)}
         told |= {
             "KL": f"{nats(found.kl)} nats" if found.kl is not None else "",
             "relative squared error": nats(found.error),

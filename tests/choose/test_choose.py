@@ -19,7 +19,17 @@ from training import byte_tokenizer, recipe_values, stage, write_data
 
 from linearize.checkpoint.manifest import read_plan
 from linearize.choose import choose, methods
-from linearize.choose.choose import PACKAGES, Scorer, Scoring, batches_of, choosers, pricer, recall_batches
+from linearize.choose.choose import (
+    PACKAGES,
+    STAND_IN,
+    Scorer,
+    Scoring,
+    batches_of,
+    choosers,
+    pricer,
+    recall_batches,
+    scored_plan,
+)
 from linearize.choose.methods import restore, swaps
 from linearize.choose.mixture import Mixture
 from linearize.commands.convert import choice_table
@@ -199,6 +209,51 @@ def test_mixers_are_scored_with_the_rotation_of_softmax(tmp_path: Path, to: str,
     mixers = Mixture(small_model("llama"), given["plan"]).mixers.values()
     assert not any(mixer.drop_rope for mixer in mixers)
     assert {step.options["rope"] for step in plan.steps if not step.site.softmax_groups} == {"after"}
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "options", "stands_in"),
+    [
+        ("llama", "mamba2", {"memories": 2, "maps": True}, True),
+        ("qwen3", "gdn", {"native": True}, True),
+        ("qwen3", "gdn", {}, False),
+        ("llama", "gla", {"rope": "after"}, False),  # rotated, behind the features
+        ("mistral", "mamba2", {}, False),  # softmax has a window of its own, which `window` would ignore
+    ],
+)
+def test_a_window_stands_in_for_mixers_that_start_far_from_softmax(
+    tmp_path: Path, name: str, to: str, options: dict[str, Any], stands_in: bool
+) -> None:
+    plan = plan_conversion(str(save_source(tmp_path, name)), to, options=options, layers="0-2")[0]
+    scored, words = scored_plan(plan)
+    assert ("128" in words) is stands_in
+    if not stands_in:
+        assert scored is plan
+        return
+    assert {step.mechanism for step in scored.steps} == {"window"}
+    assert all(step.options.items() >= STAND_IN.items() for step in scored.steps)
+    assert [step.site for step in scored.linear] == [step.site for step in plan.linear]
+    assert scored.kept == plan.kept
+
+
+@pytest.mark.usefixtures("_less_text")
+def test_a_choice_for_such_mixers_is_that_for_a_window(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scoring = Scoring(text=TextSource(files=(place / "train.jsonl",)), seq_len=512, say=quiet)
+    own, by_window = (
+        plan_conversion(
+            str(place / "source"), to, options=options, keep_softmax="auto:1", choose=choosers(scoring)["choose"]
+        )
+        for to, options in (("mamba2", {}), ("window", STAND_IN))
+    )
+    ours, theirs = own[0].choice, by_window[0].choice
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.scores, ours.kl) == (theirs.scores, theirs.kl)
+    assert (own[0].steps[0].mechanism, theirs.stand_in) == ("mamba2", "")
+    choice_table(ours, "--keep-softmax")
+    assert holds(" ".join(capsys.readouterr().err.split()), "window", "128", "other")
+    assert holds(ours.scored(), "window", "128")
+    assert Plan.from_json(own[0].to_json()).choice == ours
 
 
 @pytest.mark.parametrize("name", ["GPTJ", "Gemma2", "Qwen3Moe"])

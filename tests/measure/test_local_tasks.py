@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from linearize.errors import Exit, LinearizeError
 from linearize.measure import tasks
-from linearize.measure.tasks import Local
+from linearize.measure.generate import load
+from linearize.measure.tasks import Local, harness_model
 
 QUESTION = {"question": "Which is hot?", "choices": ["ice ", "fire"], "label": 1}
 # Rows as on the Hub, and the same in plain fields.
@@ -132,6 +133,28 @@ def test_student_and_teacher_side_by_side(linearize: Command, folder: Path, tmp_
     shown = [line for line in err.splitlines() if line.startswith("piqa ")]
     assert len(shown) == 2
     assert shown[0].count("±") == 2
+
+
+def test_running_text_is_read_in_rows_no_longer_than_a_pass(folder: Path) -> None:
+    """A row of the whole context, sixteen at a time, has filled the memory; questions still come in rows of 512."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    model, read = (
+        load(str(folder), None, teacher=False, device="cpu", dtype="keep", trust_remote_code=True),
+        list[tuple[int, ...]](),
+    )
+    hook = model.model.register_forward_pre_hook(lambda _, args: read.append(tuple(args[0].shape)))
+    asked = [Instance("loglikelihood_rolling", {}, (text(60),), number) for number in range(20)]
+    context = harness_model(model, 1).max_length
+    for batch_tokens in (48, 4 * context):
+        read.clear()
+        harness = harness_model(model, batch_tokens)
+        assert len(harness.loglikelihood_rolling(asked)) == 20
+        assert max(length for _, length in read) == min(context, batch_tokens)
+        assert max(rows * length for rows, length in read) <= batch_tokens
+        assert (harness.max_length, harness.batch_size) == (context, max(1, batch_tokens // 512))
+    hook.remove()
 
 
 def log_likelihoods(folder: Path, texts: list[str]) -> list[float]:
