@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import shlex
@@ -162,7 +163,25 @@ def plan_conversion(
             raise IncompatibleError(message)
         check_weights(source, natives)
         choice = price(plan, source, natives)
+    if why := no_format(plan, natives.source_config):
+        say(f"note: {mechanism} is for linearize export --as auto, which would refuse this: {why}")
     return dataclasses.replace(plan, choice=choice, heads_choice=heads, window_choice=windows), source, natives
+
+
+def no_format(plan: Plan, config: Any) -> str:
+    """Why no format of engines holds what a plan makes with a layer that is there for them; empty where one does, and
+    for other layers."""
+    if not any(step.mechanism == "mamba2" or step.options.get("native") for step in plan.steps):
+        return ""
+    from .export.native import choose
+
+    converted = copy.deepcopy(config)
+    converted.linearize = plan.spec()
+    try:
+        choose("auto", converted, plan.source)
+    except LinearizeError as error:
+        return str(error)
+    return ""
 
 
 def resolve_windows(

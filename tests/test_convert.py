@@ -121,6 +121,31 @@ def test_a_plan_counts_what_caches_of_sliding_windows_hold(tmp_path: Path) -> No
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+@pytest.mark.parametrize(
+    ("name", "to", "options", "told"),
+    [
+        ("qwen3", "mamba2", {}, "gdn --set native=true"),
+        ("llama", "gdn", {"native": True}, "--to mamba2"),
+        ("llama", "mamba2", {}, ""),
+        ("qwen3", "gdn", {"native": True}, ""),
+        ("qwen3", "gdn", {}, ""),  # which is not there for engines
+    ],
+)
+def test_what_no_format_holds_is_told_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, to: str, options: dict[str, Any], told: str
+) -> None:
+    plan_conversion(str(save_source(tmp_path, name)), to, options=options, keep_softmax="3")
+    message = " ".join(capsys.readouterr().err.split())
+    assert holds(message, "note", "linearize export", told) if told else not message
+
+
+@pytest.mark.parametrize(("to", "options"), [("mamba2", {}), ("gdn", {"native": True})])
+def test_native_layers_take_no_kept_heads(tmp_path: Path, to: str, options: dict[str, Any]) -> None:
+    source = save_source(tmp_path, "qwen3" if to == "gdn" else "llama")
+    with pytest.raises(LinearizeError, match=rf"keep-heads.*{to}.*--keep-softmax"):
+        plan_conversion(str(source), to, options=options, keep_softmax="3", keep_heads="0:0")
+
+
 def test_a_cast_is_planned(shared: Path) -> None:
     plan, _, _ = plan_conversion(str(shared), "gsa", dtype="bfloat16")
     weights = sum(p.numel() for p in small_model("llama").parameters())

@@ -177,7 +177,8 @@ def check_request(request: Request, restore: str, old: Plan, found: Found, folde
         )
     if request.dtype not in ("keep", old.dtype):
         raise LinearizeError(
-            f"--dtype {request.dtype}: {folder} is {old.dtype}, and its trained weights stay as they are. Leave it out"
+            f"--dtype {request.dtype}: {folder} is {old.dtype}, and its trained weights stay as they are. Leave it out "
+            "(in a recipe: model.dtype=null)"
         )
     if request.layers == "all" and not restore:
         paths = {step.site.path for step in old.linear}

@@ -34,7 +34,9 @@ def export(
     """Write a converted model for another runtime, and check it against the model: as an architecture that vLLM, MLX,
     llama.cpp and others know (--as), or as a graph of gla, retnet, gdn or window (--to onnx)."""
     if to not in (None, "onnx"):
-        near = " GGUF is --as gguf" if to == "gguf" else did_you_mean(to, ("onnx",))
+        from ..export.native import CHOICES
+
+        near = f" Formats of engines are --as: --as {to}" if to in CHOICES else did_you_mean(to, ("onnx",))
         raise LinearizeError(f"--to {to}: choose onnx.{near}")
     if to is not None and form is not None:
         raise LinearizeError(f"--to {to} writes a graph, --as {form} a model for engines. Leave one of them out")
@@ -48,6 +50,8 @@ def export(
             model, form, output or Path(f"{name}-{form}"), revision=revision, trust_remote_code=trust_remote_code
         )
         say(f"wrote {made.folder} as {made.form}: transformers computes the same logits, in one pass and step by step")
+        if made.tokens:
+            say(f"warning: {made.tokens}")
         for engine, difference in made.differences.items():
             say(f"{engine} ran it: {difference:.0e} of the largest logit apart")
         for one in made.engines:

@@ -23,11 +23,13 @@ from ..train.save import load_converted
 from ..verify.tolerances import NATIVE
 from . import granitemoehybrid, qwen3_5, to_gguf, windows
 from .to_onnx import open_converted, proof_rows, silent
+from .tokens import other_tokens
 
 # The largest shard that is written.
 SHARD = 5 * 10**9
 # Tokens of a proof's row, at most, which goes beyond a window.
 LONGEST = 4096
+TOKENS = "it reads text by AutoTokenizer, which makes other tokens"
 
 
 class Format(NamedTuple):
@@ -57,13 +59,14 @@ CHOICES = (*FORMATS, "auto", *to_gguf.FORMS)
 
 
 class Exported(NamedTuple):
-    """The folder that was written, in which format; how far the engines that ran are from transformers; and which
-    engines take it."""
+    """The folder that was written, in which format; how far the engines that ran are from transformers; which engines
+    take it; and where its tokens are others than the model's, how to read them (`tokens`)."""
 
     folder: Path
     form: str
     differences: dict[str, float]
     engines: tuple[Engine, ...]
+    tokens: str = ""
 
 
 def export_native(
@@ -100,6 +103,7 @@ def export_native(
         save(work, tensors, plan.dtype, chosen.precise)
         for path in carried:
             shutil.copyfile(path, work / path.name)
+        tokens = other_tokens(work, folder, trust_remote_code)
         differences = compared(reloaded(work), work, chosen.name, written, rows)
         wrong = {name: found for name, found in differences.items() if not found <= NATIVE}
         if wrong:
@@ -109,7 +113,11 @@ def export_native(
                 f"{NATIVE:.0e} was expected. Nothing was written",
                 Exit.CHECK_FAILED,
             )
-    return Exported(output, chosen.name, differences, engines_for(chosen.name, written))
+    engines = engines_for(chosen.name, written)
+    if tokens:
+        tokens = tokens.replace(repr(work.name), repr(output.name))
+        engines = tuple(one._replace(takes=False, note=TOKENS) if one.name == "MLX" else one for one in engines)
+    return Exported(output, chosen.name, differences, engines, tokens)
 
 
 def choose(form: str, config: Any, name: str) -> Format:
@@ -131,11 +139,12 @@ def choose(form: str, config: Any, name: str) -> Format:
     chosen = fitting[0] if form == "auto" else FORMATS[form]
     wrong = chosen.obstacles(config)
     if chosen not in fitting and model_type in chosen.sources:
-        wrong.insert(0, f"its windows {'have' if own == 'granite_swa' else 'have no'} sink_logit: --as {own}")
+        own_sinks = f"its windows {'have' if own == 'granite_swa' else 'have no'} sink_logit: --as {own}"
+        wrong = [own_sinks, *wrong] if windows.MECHANISM in found else wrong
     if model_type not in chosen.sources:
         other = f". For this one: --as {fitting[0].name}" if fitting else ""
         held = ", ".join(chosen.sources)
-        wrong.insert(0, f"it holds softmax layers of {held} alone, and this is a {model_type}{other}")
+        wrong = [f"it holds softmax layers of {held} alone, and this is a {model_type}{other}"]
     if wrong:
         raise LinearizeError(f"{name} is not exact as {chosen.name}: {'; '.join(wrong)}", Exit.INCOMPATIBLE)
     return chosen
@@ -266,7 +275,8 @@ def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     # Of Qwen3.5 alone it reads from config.json in what dtype the state of a linear layer is kept.
     half = config["dtype"] != "float32"
     rounded = [f"with --mamba-ssm-cache-dtype float32, or it rounds memories to {config['dtype']} at each token"] * half
-    cpp = "its converter leaves out the rotary embedding: export it --as gguf"
+    cpp = "; ".join(to_gguf.obstacles("granitemoehybrid", config))
+    cpp = cpp or "its converter leaves out the rotary embedding: export it --as gguf"
     return (
         Engine("transformers", True, "; ".join(["5.24 and later"] + [biased] * config["mamba_proj_bias"])),
         Engine("vLLM", True, "; ".join(["0.32 and later", *rounded])),

@@ -37,16 +37,8 @@ SPLITS = {SPLIT.replace("DIGITS", r"\p{N}{1,3}"): "llama-bpe", SPLIT.replace("DI
 def check(form: str, config: dict[str, Any], folder: Path, name: str) -> None:
     """Raise LinearizeError: 3 for what llama.cpp does not hold of the `config` of a format, or of the tokenizer in
     `folder`; 4 without the package gguf."""
-    text, found = config.get("text_config", config), []
-    rope = text["rope_parameters"].get("rope_type", "default")
-    if form == "qwen3":
-        found.append("norms of q and k: no architecture of llama.cpp has them beside windows in some layers")
-    if rope not in ("default", "llama3")[: 1 + (form != "qwen3_5")]:
-        found.append(f"{rope} scaling of the rotary embedding")
-    if form == "qwen3_5" and text["linear_value_head_dim"] != text["linear_key_head_dim"]:
-        found.append("heads whose values and keys differ in size")
-    if text.get("mamba_proj_bias"):
-        found.append("biases of q, k and v in linear layers: llama.cpp reads none")
+    text = config.get("text_config", config)
+    found = obstacles(form, text)
     if (folder / "tokenizer.json").exists():
         try:
             way, size = pre_tokenizer(folder), max(tokens_of(folder)) + 1
@@ -63,6 +55,20 @@ def check(form: str, config: dict[str, Any], folder: Path, name: str) -> None:
         raise LinearizeError(f"{name} is not exact as gguf: {'; '.join(found)}", Exit.INCOMPATIBLE)
     if importlib.util.find_spec("gguf") is None:
         raise LinearizeError(f"gguf is not installed: {INSTALL}", Exit.RESOURCE)
+
+
+def obstacles(form: str, text: dict[str, Any]) -> list[str]:
+    """What llama.cpp does not hold of a format's config of text."""
+    found, rope = [], text["rope_parameters"].get("rope_type", "default")
+    if form == "qwen3":
+        found.append("norms of q and k: no architecture of llama.cpp has them beside windows in some layers")
+    if rope not in ("default", "llama3")[: 1 + (form != "qwen3_5")]:
+        found.append(f"{rope} scaling of the rotary embedding")
+    if form == "qwen3_5" and text["linear_value_head_dim"] != text["linear_key_head_dim"]:
+        found.append("heads whose values and keys differ in size")
+    if text.get("mamba_proj_bias"):
+        found.append("biases of q, k and v in linear layers: llama.cpp reads none")
+    return found
 
 
 def write(

@@ -41,7 +41,7 @@ SHORT, LONG, STEPS = 5, 33, 2
 MISSING = {
     "gsa": "slots are read by softmax, and LinearAttention has no such rule",
     "la": "sums are divided by their weights, and LinearAttention has no normaliser",
-    "mamba2": "its gate stands in front of the norm, and export does not write that",
+    "mamba2": "its gate stands in front of the norm, and export does not write that (linearize export --as auto)",
     "mhla": "summaries of blocks are mixed, and LinearAttention has one state for each head",
     "sla": "gates between heads stand around its base, and export does not write them",
 }
@@ -129,7 +129,7 @@ def obstacles(config: Any) -> list[str]:
         name, options, site = layer["mechanism"], layer["options"], layer["site"]
         reasons = {
             f"{name}: {MISSING.get(name, 'LinearAttention has no rule for it')}": name not in EXPORTED,
-            "native: export does not write it as a graph (linearize export --as qwen3_5)": bool(options.get("native")),
+            "native: export does not write it as a graph (linearize export --as auto)": bool(options.get("native")),
             "taps: export does not write the convolution of q, k and v": options.get("taps", 1) > 1,
             "memories: export writes one for each head": options.get("memories", 1) > 1,
             "its softmax is in the architecture's own code": not site.get("routed", True),

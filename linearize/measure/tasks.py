@@ -50,7 +50,7 @@ from ..terminal.progress import progress
 from ..terminal.tables import task_rows
 from ..verify.child.inputs import most_tokens
 from .compare import EvalRequest
-from .generate import Loaded, Opened, device_memory, load, switch_off
+from .generate import Loaded, device_memory, load, switch_off
 from .recall import Writer, score
 from .recall import rows_of as rows_of_task
 
@@ -281,12 +281,12 @@ def run_one(name: str, tasks: Tasks, options: dict[str, Any], without: str = "")
     return {**found, **{key: {**found[key], **asked[key]} for key in asked}}
 
 
-def harness_model(opened: Opened, batch_tokens: int) -> Any:
+def harness_model(opened: Loaded, batch_tokens: int) -> Any:
     """A model as the harness takes it, of which a pass reads about `batch_tokens` tokens: rows of ROW_TOKENS for
     questions. Of running text it reads a row as long as the model's context, or as a pass where that is shorter."""
     from lm_eval.models.huggingface import HFLM
 
-    class Bounded(HFLM):  # type: ignore[misc]
+    class Bounded(HFLM):
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
             length = min(self.max_length, batch_tokens)
             with (

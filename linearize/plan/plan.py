@@ -397,6 +397,11 @@ def make_steps(sites: list[AttentionSite], mechanism: str, given: dict[str, Any]
         if site.reduction:
             site = dataclasses.replace(site, sr=reduced(sr, site, mechanism, mixer_class.square))
         with torch.device("meta"):
+            if site.softmax_groups and build_mixer(mechanism, site.linear_part(), options).skip_qk_norm:
+                raise IncompatibleError(
+                    f"--keep-heads: {mechanism} takes q and k as nothing has shaped them, and heads that keep softmax "
+                    "need them rotated. Keep whole layers: --keep-softmax"
+                )
             mixer = build_mixer(mechanism, site, options)
         new = sum(p.numel() for p in mixer.parameters())
         steps.append(Step(site, mechanism, options, new, mixer.state_bytes(0, item) if site.causal else 0))

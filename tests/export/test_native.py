@@ -4,6 +4,7 @@ found by the proof, and what is not exact is refused by name."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,18 @@ from conftest import Command, holds
 from models import copied, load, save_source, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from training import byte_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.export import native, to_gguf
 from linearize.export.native import FORMATS, engines_for, export_native, mlx_logits, one_pass, prove, stepped
 from linearize.export.qwen3_5 import sections_of
+from linearize.export.tokens import TEXTS, ids, other_tokens
 from linearize.serve.folder import layers_of
 
 QWEN = ("qwen3", "gdn", {"native": True})
@@ -353,17 +358,54 @@ def test_an_engine_that_is_off_is_told(qwen: Made, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "out").exists()
 
 
-def test_decays_and_norms_stay_fp32(tmp_path: Path, linearize: Command) -> None:
-    linear = converted(tmp_path, QWEN, "3", dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("kind", "form", "ends"),
+    [
+        (QWEN, "qwen3_5", ("A_log", "dt_bias", "norm.weight")),
+        (WIDE, "granitemoehybrid", ("A_log", "dt_bias", "mamba.D", "norm.weight")),
+        (SINKS, "granite_swa", ("self_attn.sinks",)),
+    ],
+)
+def test_decays_and_norms_stay_fp32(
+    tmp_path: Path, linearize: Command, kind: Kind, form: str, ends: tuple[str, ...]
+) -> None:
+    linear = converted(tmp_path, kind, "3", dtype="bfloat16")
     code, _, message = linearize("export", linear, "--as", "auto", "-o", tmp_path / "out")
     assert code == 0, message
-    assert "as qwen3_5" in message
-    assert "SGLang: yes" in message
+    assert f"as {form}" in message
+    assert ("SGLang: yes" in message) == (form != "granite_swa")
     with safe_open(next((tmp_path / "out").glob("*.safetensors")), "pt") as file:
         kinds = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
     precise = {name for name, kind in kinds.items() if kind == torch.float32}
-    assert precise == {name for name in kinds if "norm" in name or name.endswith(("A_log", "dt_bias"))}
+    final = {"model.norm.weight"} - precise  # of formats whose layers alone have precise norms
+    assert precise == {name for name in kinds if name.endswith(ends)} - final
     assert set(kinds.values()) == {torch.float32, torch.bfloat16}
+
+
+def test_configs_say_what_engines_need(qwen: Made, llama: Made) -> None:
+    """vLLM and SGLang keep the state of Qwen3.5 in the dtype that its config names; JSON has no infinity."""
+    assert qwen.config["text_config"]["mamba_ssm_dtype"] == "float32"
+    low, high = llama.config["time_step_limit"]
+    assert (low, type(high)) == (0.0, float)
+    assert 1e6 < high < math.inf
+
+
+def test_tokens_that_another_class_makes_are_told(qwen: Made, tmp_path: Path, linearize: Command) -> None:
+    """transformers reads the tokenizer of a Qwen3.5 by a class with a rule of its own for splitting text."""
+    assert other_tokens(qwen.folder, qwen.folder, trust_remote_code=False) == ""  # none there
+    folder = copied(qwen.linear, tmp_path / "linear")
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=" ").save_pretrained(folder)
+    code, _, message = linearize("export", folder, "--as", "auto", "-o", tmp_path / "out")
+    assert code == 0, message
+    theirs, ours = (AutoTokenizer.from_pretrained(place) for place in (folder, tmp_path / "out"))
+    differ = [name for name, text in TEXTS.items() if ids(theirs, text) != ids(ours, text)]
+    words = ("warning", "other tokens", type(ours).__name__, *differ, "PreTrainedTokenizerFast", "'out'")
+    assert holds(message, *words) == bool(differ)
+    assert ("MLX: no, it reads text" in message) == bool(differ)
+    if "qwen3_5" in TOKENIZER_MAPPING_NAMES:  # transformers 5.24
+        assert differ
 
 
 # ---------------------------------------------------------------- gguf
@@ -529,8 +571,34 @@ def test_tokenizers_that_llama_cpp_splits_otherwise_are_refused(llama: Made, tmp
 def test_what_llama_cpp_does_not_hold_is_named(
     llama: Made, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
+    """Also among the engines: who is sent to --as gguf is not refused there."""
     with pytest.raises(LinearizeError, match=message):
         to_gguf.check("granitemoehybrid", {**llama.config, **changes}, tmp_path, "it")
+    notes = [
+        {engine.name: engine.note for engine in engines_for("granitemoehybrid", {**llama.config, **more})}["llama.cpp"]
+        for more in (changes, {})
+    ]
+    assert (message in notes[0], "--as gguf" in notes[0], "--as gguf" in notes[1]) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_value_head_dim": 16}, "values and keys differ"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "llama3 scaling"),
+    ],
+)
+def test_what_llama_cpp_does_not_hold_of_qwen3_5_is_named(
+    qwen: Made, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LinearizeError, match=message):
+        to_gguf.check("qwen3_5", {"text_config": qwen.config["text_config"] | changes}, tmp_path, "it")
+
+
+def test_a_tokenizer_of_sentencepiece_alone_is_refused(llama: Made, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(LinearizeError, match=r"without tokenizer\.json"):
+        to_gguf.check("granitemoehybrid", llama.config, tmp_path, "it")
 
 
 def test_windows_that_llama_cpp_does_not_hold_are_named(window: Made, tmp_path: Path) -> None:
@@ -592,6 +660,7 @@ def test_what_qwen3_5_does_not_hold_is_named(qwen: Made, changes: dict[str, Any]
         ({"head_dim": 16}, r"4.*16.*beside.*32"),
         ({"memories": 2}, "one and with two memories"),
         ({"sliding_window": 8}, r"softmax.*8"),
+        ({"options": {"eps": 1e-6, "window": 8}}, r"a window of 8 tokens beside mamba2"),
     ],
 )
 def test_what_granite_does_not_hold_is_named(llama: Made, changes: dict[str, Any], message: str) -> None:
@@ -657,8 +726,12 @@ def test_a_model_without_softmax_is_refused(made: str, request: pytest.FixtureRe
 
 
 def test_softmax_of_another_kind_is_refused_and_the_format_for_it_named(llama: Made, qwen: Made) -> None:
-    with pytest.raises(LinearizeError, match=r"llama.*one.*--as"):
+    with pytest.raises(LinearizeError, match=r"llama.*one.*--as") as refused:
         native.choose("qwen3_5", llama.model.config, "it")
+    assert "convert with" not in str(refused.value)  # which would give a Llama that no format holds
+    with pytest.raises(LinearizeError, match=r"mamba2") as refused:
+        native.choose("granite_swa", llama.model.config, "it")
+    assert "sink_logit: --as" not in str(refused.value)  # it has no windows
     other = config_of(qwen)
     other.model_type = "gemma2"
     with pytest.raises(LinearizeError, match=r"gemma2.*qwen3_5.*qwen3"):
@@ -707,6 +780,21 @@ def test_sglang_takes_llama_3s_rotary_embedding_and_no_other_is_promised(llama: 
         config = {**llama.config, "rope_parameters": {**LLAMA3, "rope_type": rope}}
         (sglang,) = [engine for engine in engines_for("granitemoehybrid", config) if engine.name == "SGLang"]
         assert (sglang.takes, "yarn" in sglang.note) == (takes, not takes)
+
+
+def test_mlx_drops_granites_scaled_rotary_embedding(llama: Made) -> None:
+    config = {**llama.config, "mamba_n_groups": 1}
+    for rope, takes in (("default", True), ("llama3", False)):
+        config |= {"rope_parameters": {**LLAMA3, "rope_type": rope}}
+        named = {one.name: one for one in engines_for("granitemoehybrid", config)}
+        assert (named["MLX"].takes, "llama3" in named["MLX"].note) == (takes, not takes)
+
+
+def test_heads_that_llama_cpp_has_no_kernel_for_are_told(qwen: Made) -> None:
+    for D, Dv, told in ((64, 64, False), (48, 48, True), (64, 32, True)):
+        text = qwen.config["text_config"] | {"linear_key_head_dim": D, "linear_value_head_dim": Dv}
+        named = {one.name: one for one in engines_for("qwen3_5", {"text_config": text})}
+        assert ("on a GPU not with heads" in named["llama.cpp"].note) == told
 
 
 def test_a_scaled_rotary_embedding_of_qwen3_5_is_promised_where_it_was_tried(qwen: Made) -> None:
