@@ -33,6 +33,7 @@ from .errors import (
     some,
 )
 from .estimate import break_even
+from .export import formats
 from .plan.keep import Choice, WindowChoice, auto_heads, heads_available, is_auto, regrouped, unscored_heads
 from .plan.mechanisms import present_options, with_own_eps
 from .plan.plan import Plan, Step, local_steps
@@ -173,12 +174,10 @@ def no_format(plan: Plan, config: Any) -> str:
     for other layers."""
     if not any(step.mechanism == "mamba2" or step.options.get("native") for step in plan.steps):
         return ""
-    from .export.native import choose
-
     converted = copy.deepcopy(config)
     converted.linearize = plan.spec()
     try:
-        choose("auto", converted, plan.source)
+        formats.choose("auto", converted, plan.source)
     except LinearizeError as error:
         return str(error)
     return ""

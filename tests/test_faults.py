@@ -264,6 +264,7 @@ def test_metrics_that_do_not_say_how_many_tokens_were_held_out(shared: Path, tmp
         "eval_tokens": None,
         "kl": None,
         "ppl": 8.0,
+        "teacher_ppl": 4.0,
         "ppl_ratio": 2.0,
         "accuracy": None,
         "agreement": None,

@@ -34,7 +34,7 @@ def export(
     """Write a converted model for another runtime, and check it against the model: as an architecture that vLLM, MLX,
     llama.cpp and others know (--as), or as a graph of gla, retnet, gdn or window (--to onnx)."""
     if to not in (None, "onnx"):
-        from ..export.native import CHOICES
+        from ..export.formats import CHOICES
 
         near = f" Formats of engines are --as: --as {to}" if to in CHOICES else did_you_mean(to, ("onnx",))
         raise LinearizeError(f"--to {to}: choose onnx.{near}")

@@ -25,8 +25,9 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
-from linearize.export import native, to_gguf
-from linearize.export.native import FORMATS, engines_for, export_native, mlx_logits, one_pass, prove, stepped
+from linearize.export import formats, native, to_gguf
+from linearize.export.formats import FORMATS
+from linearize.export.native import engines_for, export_native, mlx_logits, one_pass, prove, stepped
 from linearize.export.qwen3_5 import sections_of
 from linearize.export.tokens import TEXTS, ids, other_tokens
 from linearize.serve.folder import layers_of
@@ -65,7 +66,7 @@ class Made:
     def __init__(self, folder: Path, kind: Kind) -> None:
         self.linear, self.folder = converted(folder, kind, "3"), folder
         self.model = load(self.linear)
-        self.form = native.choose("auto", self.model.config, "it")
+        self.form = formats.choose("auto", self.model.config, "it")
         self.config = self.form.config(self.model.config)
         weights = {name: x.detach() for name, x in self.model.state_dict().items()}
         self.tensors = self.form.fold(self.model.config, weights)
@@ -648,7 +649,7 @@ def config_of(made: Made, **changes: Any) -> Any:
 )
 def test_what_qwen3_5_does_not_hold_is_named(qwen: Made, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LinearizeError, match=message) as refused:
-        native.choose("qwen3_5", config_of(qwen, **changes), "it")
+        formats.choose("qwen3_5", config_of(qwen, **changes), "it")
     assert refused.value.code == Exit.INCOMPATIBLE
 
 
@@ -665,7 +666,7 @@ def test_what_qwen3_5_does_not_hold_is_named(qwen: Made, changes: dict[str, Any]
 )
 def test_what_granite_does_not_hold_is_named(llama: Made, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LinearizeError, match=message):
-        native.choose("granitemoehybrid", config_of(llama, **changes), "it")
+        formats.choose("granitemoehybrid", config_of(llama, **changes), "it")
 
 
 @pytest.mark.parametrize(
@@ -684,37 +685,37 @@ def test_what_granite_does_not_hold_is_named(llama: Made, changes: dict[str, Any
 )
 def test_what_windows_do_not_hold_is_named(window: Made, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LinearizeError, match=message) as refused:
-        native.choose("auto", config_of(window, **changes), "it")
+        formats.choose("auto", config_of(window, **changes), "it")
     assert refused.value.code == Exit.INCOMPATIBLE
 
 
 def test_the_mechanism_and_the_softmax_choose_a_format(window: Made, llama: Made, qwen: Made) -> None:
-    assert native.choose("auto", window.model.config, "it").name == "ministral"
-    assert native.choose("auto", llama.model.config, "it").name == "granitemoehybrid"
+    assert formats.choose("auto", window.model.config, "it").name == "ministral"
+    assert formats.choose("auto", llama.model.config, "it").name == "granitemoehybrid"
     with pytest.raises(LinearizeError, match=r"granitemoehybrid.*2.*window"):
-        native.choose("granitemoehybrid", window.model.config, "it")
+        formats.choose("granitemoehybrid", window.model.config, "it")
     other = config_of(window)
     for source, name in {"mistral": "ministral", "qwen2": "qwen2", "qwen3": "qwen3"}.items():
         other.model_type = source
-        assert native.choose("auto", other, "it").name == name
+        assert formats.choose("auto", other, "it").name == name
     with pytest.raises(LinearizeError, match=r"ministral.*qwen3.*--as.*qwen3"):
-        native.choose("ministral", other, "it")
+        formats.choose("ministral", other, "it")
     with pytest.raises(LinearizeError, match=r"no sink_logit.*--as.*ministral"):
-        native.choose("granite_swa", window.model.config, "it")
+        formats.choose("granite_swa", window.model.config, "it")
     sinks = config_of(window, sink_logit=True)
     for layer in sinks.linearize["layers"]:
         layer["options"]["sink_logit"] = True
-    assert native.choose("auto", sinks, "it").name == "granite_swa"
+    assert formats.choose("auto", sinks, "it").name == "granite_swa"
     sinks.model_type = "qwen2"  # whose format has none
     with pytest.raises(LinearizeError, match=r"qwen2.*window.*sink_logit=True"):
-        native.choose("qwen2", sinks, "it")
+        formats.choose("qwen2", sinks, "it")
     sinks.model_type = "llama"
     with pytest.raises(LinearizeError, match=r"have sink_logit.*--as.*granite_swa"):
-        native.choose("ministral", sinks, "it")
+        formats.choose("ministral", sinks, "it")
     mixed = config_of(llama, mechanism="window")
     mixed.linearize["layers"][0]["options"]["window"] = 8
     with pytest.raises(LinearizeError, match=r"granitemoehybrid.*0.*window.*8"):
-        native.choose("auto", mixed, "it")
+        formats.choose("auto", mixed, "it")
 
 
 @pytest.mark.parametrize("made", ["qwen", "llama"])
@@ -722,24 +723,24 @@ def test_a_model_without_softmax_is_refused(made: str, request: pytest.FixtureRe
     """transformers' classes do not decode then: their cache has no length."""
     config = config_of(request.getfixturevalue(made), num_hidden_layers=3)
     with pytest.raises(LinearizeError, match="no layer keeps softmax"):
-        native.choose("auto", config, "it")
+        formats.choose("auto", config, "it")
 
 
 def test_softmax_of_another_kind_is_refused_and_the_format_for_it_named(llama: Made, qwen: Made) -> None:
     with pytest.raises(LinearizeError, match=r"llama.*one.*--as") as refused:
-        native.choose("qwen3_5", llama.model.config, "it")
+        formats.choose("qwen3_5", llama.model.config, "it")
     assert "convert with" not in str(refused.value)  # which would give a Llama that no format holds
     with pytest.raises(LinearizeError, match=r"mamba2") as refused:
-        native.choose("granite_swa", llama.model.config, "it")
+        formats.choose("granite_swa", llama.model.config, "it")
     assert "sink_logit: --as" not in str(refused.value)  # it has no windows
     other = config_of(qwen)
     other.model_type = "gemma2"
     with pytest.raises(LinearizeError, match=r"gemma2.*qwen3_5.*qwen3"):
-        native.choose("auto", other, "it")
+        formats.choose("auto", other, "it")
     window = config_of(qwen, mechanism="window")
     window.linearize["layers"][0]["options"]["window"] = 8
     with pytest.raises(LinearizeError, match=r"0.*softmax.*8"):
-        native.choose("auto", window, "it")
+        formats.choose("auto", window, "it")
 
 
 def test_formats_and_folders_that_are_not_there_are_told(qwen: Made, tmp_path: Path) -> None:

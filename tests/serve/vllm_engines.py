@@ -25,7 +25,7 @@ from engines import Case, alike, converted, differences, engine, expected, fill_
 
 import linearize.demo
 from linearize.convert import convert, plan_conversion
-from linearize.export import native
+from linearize.export import formats, native
 
 DEMO = Path(linearize.demo.__file__).parent / "model"
 # Of tokens: shorter and longer than a chunk of 64, one that is a chunk, and one token.
@@ -128,7 +128,7 @@ def test_vllms_own_class_writes_what_an_export_computes(
     for name, parameter in model.named_parameters():
         if ".mixer." in name:  # as if it were trained
             parameter.data += 0.3 * torch.randn(parameter.shape)
-    form = native.choose("auto", model.config, "it")
+    form = formats.choose("auto", model.config, "it")
     out.mkdir()
     (out / "config.json").write_text(json.dumps(form.config(model.config)))
     weights = {name: x.detach() for name, x in model.state_dict().items()}
