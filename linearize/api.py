@@ -179,9 +179,9 @@ def finetune(
 
     Returns:
         `output` (folder of the finished model, None where stages are left), `teacher_ppl` (held-out perplexity),
-        `stages` (each with `name`, `tokens` trained on, and `ppl`, `ppl_ratio` and `kl` after it), `layers` (each with
-        `layer`, and `relative_mse` and `cosine` of its output against softmax) and more. Figures without held-out text
-        are None, and the lists empty.
+        `stages` (each with `name`, `tokens` trained on, and `ppl`, `teacher_ppl` on the same rows, `ppl_ratio` and `kl`
+        after it), `layers` (each with `layer`, and `relative_mse` and `cosine` of its output against softmax) and more.
+        Figures without held-out text are None, and the lists empty.
 
     Raises:
         LinearizeError: 2 for the recipe, 3 for what does not fit, 4 for resources, 5 for the Hub, 6 for NaN or a failed

@@ -23,7 +23,7 @@ from ..verify.tolerances import NATIVE
 from . import to_gguf
 from .formats import CHOICES, choose
 from .to_onnx import open_converted, proof_rows, silent
-from .tokens import other_tokens
+from .tokens import check_rule, other_tokens
 
 # The largest shard that is written.
 SHARD = 5 * 10**9
@@ -59,6 +59,7 @@ def export_native(
     written = chosen.config(config)
     if form in to_gguf.FORMS:
         to_gguf.check(chosen.name, written, folder, model)
+        check_rule(folder, model, trust_remote_code)
     loaded = load_converted(folder, torch.float32, trust_remote_code).eval()
     # A tied head has the same storage; formats that tie leave it out.
     weights = {name: tensor.detach() for name, tensor in loaded.state_dict().items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import transformers
 
+from ..errors import Exit, LinearizeError
 from ..measure.generate import load_tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -34,13 +35,26 @@ def other_tokens(written: Path, source: Path, trust_remote_code: bool) -> str:
     other = [name for name, text in TEXTS.items() if ids(ours, text) != ids(theirs, text)]
     if not other:
         return ""
-    plain = transformers.PreTrainedTokenizerFast.from_pretrained(written)
-    same = all(ids(plain, text) == ids(theirs, text) for text in TEXTS.values())
+    same = not splits_otherwise(written, theirs)
     cure = f"PreTrainedTokenizerFast.from_pretrained({str(written.name)!r})" if same else "the model's own folder"
     return (
         f"AutoTokenizer of transformers {transformers.__version__} makes other tokens of it than of the model "
         f"({type(ours).__name__}, not {type(theirs).__name__}), in {', '.join(other)}. Read it with {cure}"
     )
+
+
+def check_rule(folder: Path, name: str, trust_remote_code: bool) -> None:
+    """Raise LinearizeError (exit 3) where the model's tokens are not those of its tokenizer.json, which GGUF gets."""
+    there = (folder / "tokenizer.json").exists()
+    if there and splits_otherwise(folder, load_tokenizer(folder, trust_remote_code)):
+        message = "transformers reads its tokenizer by another rule than that of tokenizer.json, which gguf would get"
+        raise LinearizeError(f"{name} is not exact as gguf: {message}", Exit.INCOMPATIBLE)
+
+
+def splits_otherwise(folder: Path, tokenizer: Any) -> bool:
+    """Whether the file tokenizer.json in a folder, as it is, makes other tokens than a tokenizer."""
+    plain = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return any(ids(plain, text) != ids(tokenizer, text) for text in TEXTS.values())
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:

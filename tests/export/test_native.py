@@ -26,10 +26,11 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from linearize.convert import convert, plan_conversion
 from linearize.errors import Exit, LinearizeError
 from linearize.export import formats, native, to_gguf
+from linearize.export import tokens as export_tokens
 from linearize.export.formats import FORMATS
 from linearize.export.native import engines_for, export_native, mlx_logits, one_pass, prove, stepped
 from linearize.export.qwen3_5 import sections_of
-from linearize.export.tokens import TEXTS, ids, other_tokens
+from linearize.export.tokens import TEXTS, check_rule, ids, other_tokens
 from linearize.serve.folder import layers_of
 
 QWEN = ("qwen3", "gdn", {"native": True})
@@ -594,6 +595,21 @@ def test_what_llama_cpp_does_not_hold_of_qwen3_5_is_named(
 ) -> None:
     with pytest.raises(LinearizeError, match=message):
         to_gguf.check("qwen3_5", {"text_config": qwen.config["text_config"] | changes}, tmp_path, "it")
+
+
+def test_tokens_that_gguf_would_not_make_are_refused(llama: Made, tmp_path: Path, monkeypatch: Any) -> None:
+    """As those of a Qwen2 are whose tokenizer is not Qwen's: transformers reads it by the rule of Qwen's."""
+    folder = copied(llama.linear, tmp_path / "linear")
+    byte_tokenizer().save_pretrained(folder)
+    check_rule(folder, "it", trust_remote_code=False)
+    (tmp_path / "none").mkdir()
+    check_rule(tmp_path / "none", "it", trust_remote_code=False)
+    monkeypatch.setattr(to_gguf, "check", lambda *arguments: None)  # the model has fewer embeddings
+    monkeypatch.setattr(export_tokens, "load_tokenizer", lambda *arguments: lambda *text, **options: {"input_ids": [0]})
+    with pytest.raises(LinearizeError, match=r"not exact as gguf.*another rule") as refused:
+        export_native(str(folder), "gguf", tmp_path / "out")
+    assert refused.value.code == Exit.INCOMPATIBLE
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_of_sentencepiece_alone_is_refused(llama: Made, tmp_path: Path) -> None:
