@@ -41,6 +41,7 @@ from .plan.request import Request
 from .probe.found import Found
 from .probe.probe import found_in, model_class_of
 from .probe.trace import quiet
+from .serve.folder import for_engines
 from .terminal.output import say, size
 from .verify.reload import Level, verify
 
@@ -172,10 +173,11 @@ def plan_conversion(
 def no_format(plan: Plan, config: Any) -> str:
     """Why no format of engines holds what a plan makes with a layer that is there for them; empty where one does, and
     for other layers."""
-    if not any(step.mechanism == "mamba2" or step.options.get("native") for step in plan.steps):
+    spec = plan.spec()
+    if not any(map(for_engines, spec["layers"])):
         return ""
     converted = copy.deepcopy(config)
-    converted.linearize = plan.spec()
+    converted.linearize = spec
     try:
         formats.choose("auto", converted, plan.source)
     except LinearizeError as error:

@@ -55,13 +55,12 @@ def choose(form: str, config: Any, name: str) -> Format:
         raise LinearizeError(message, Exit.INCOMPATIBLE)
     chosen = fitting[0] if form == "auto" else FORMATS[form]
     wrong = chosen.obstacles(config)
-    if chosen not in fitting and model_type in chosen.sources:
-        own_sinks = f"its windows {'have' if own == 'granite_swa' else 'have no'} sink_logit: --as {own}"
-        wrong = [own_sinks, *wrong] if windows.MECHANISM in found else wrong
     if model_type not in chosen.sources:
         other = f". For this one: --as {fitting[0].name}" if fitting else ""
         held = ", ".join(chosen.sources)
         wrong = [f"it holds softmax layers of {held} alone, and this is a {model_type}{other}"]
+    elif chosen not in fitting and windows.MECHANISM in found:
+        wrong.insert(0, f"its windows {'have' if own == 'granite_swa' else 'have no'} sink_logit: --as {own}")
     if wrong:
         raise LinearizeError(f"{name} is not exact as {chosen.name}: {'; '.join(wrong)}", Exit.INCOMPATIBLE)
     return chosen

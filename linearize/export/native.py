@@ -78,7 +78,7 @@ def export_native(
         save(work, tensors, plan.dtype, chosen.precise)
         for path in carried:
             shutil.copyfile(path, work / path.name)
-        tokens = other_tokens(work, folder, trust_remote_code)
+        tokens = other_tokens(work, folder, trust_remote_code, output.name)
         differences = compared(reloaded(work), work, chosen.name, written, rows)
         wrong = {name: found for name, found in differences.items() if not found <= NATIVE}
         if wrong:
@@ -90,7 +90,6 @@ def export_native(
             )
     engines = engines_for(chosen.name, written)
     if tokens:
-        tokens = tokens.replace(repr(work.name), repr(output.name))
         engines = tuple(one._replace(takes=False, note=TOKENS) if one.name == "MLX" else one for one in engines)
     return Exported(output, chosen.name, differences, engines, tokens)
 
@@ -220,8 +219,8 @@ def granite_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     # Of Qwen3.5 alone it reads from config.json in what dtype the state of a linear layer is kept.
     half = config["dtype"] != "float32"
     rounded = [f"with --mamba-ssm-cache-dtype float32, or it rounds memories to {config['dtype']} at each token"] * half
-    cpp = "; ".join(to_gguf.obstacles("granitemoehybrid", config))
-    cpp = cpp or "its converter leaves out the rotary embedding: export it --as gguf"
+    way = "its converter leaves out the rotary embedding: export it --as gguf"
+    cpp = "; ".join(to_gguf.obstacles("granitemoehybrid", config)) or way
     return (
         Engine("transformers", True, "; ".join(["5.24 and later"] + [biased] * config["mamba_proj_bias"])),
         Engine("vLLM", True, "; ".join(["0.32 and later", *rounded])),
@@ -242,14 +241,13 @@ def window_engines(config: dict[str, Any]) -> tuple[Engine, ...]:
     mlx = {"ministral": [], "granite_swa": ["it has no class for it"]}.get(form, [blind])
     mlx += [] if "full_attention" in config["layer_types"] else ["its class wants a layer that keeps softmax"]
     copy = "in a copy with model_type llama in config.json, which no other engine should read"
-    cpp = "export it --as gguf" if rope in ("default", "llama3") else f"gguf has no place for {rope} scaling"
-    norms = "no architecture of it has norms of q and k beside windows in some layers"
+    cpp = "; ".join(to_gguf.obstacles(form, config)) or "export it --as gguf"
     return (
         Engine("transformers", True, "5.24 and later" if form == "granite_swa" else "5.17 and later"),
         Engine("vLLM", True, "; ".join(["0.32 and later", vllm, *untried])),
         Engine("SGLang", False, "nobody tried it"),
         Engine("MLX", not mlx, "; ".join(mlx or [copy, *untried])),
-        Engine("llama.cpp", False, norms if form == "qwen3" else cpp),
+        Engine("llama.cpp", False, cpp),
     )
 
 

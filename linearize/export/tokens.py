@@ -25,9 +25,9 @@ TEXTS = {
 }
 
 
-def other_tokens(written: Path, source: Path, trust_remote_code: bool) -> str:
-    """What to know where AutoTokenizer makes other tokens for the folder `written` than for `source`; empty where it
-    makes the same, and where there is no tokenizer."""
+def other_tokens(written: Path, source: Path, trust_remote_code: bool, called: str = "DIR") -> str:
+    """What to know where AutoTokenizer makes other tokens for the folder `written`, which will be `called` so, than for
+    `source`; empty where it makes the same, and where there is no tokenizer."""
     if not any((written / name).exists() for name in FILES):
         return ""
     theirs = load_tokenizer(source, trust_remote_code)
@@ -36,7 +36,7 @@ def other_tokens(written: Path, source: Path, trust_remote_code: bool) -> str:
     if not other:
         return ""
     same = not splits_otherwise(written, theirs)
-    cure = f"PreTrainedTokenizerFast.from_pretrained({str(written.name)!r})" if same else "the model's own folder"
+    cure = f"PreTrainedTokenizerFast.from_pretrained({called!r})" if same else "the model's own folder"
     return (
         f"AutoTokenizer of transformers {transformers.__version__} makes other tokens of it than of the model "
         f"({type(ours).__name__}, not {type(theirs).__name__}), in {', '.join(other)}. Read it with {cure}"

@@ -397,12 +397,13 @@ def curves(named: Named, key: str) -> Drawing | None:
     images = bool(every) and all(run.unit == "images" for run in every)
     series = []
     for (name, run), (colour, dashed) in zip(named.items(), _colours(len(named)), strict=True):
+        if key == "eval_accuracy" and run.unit != "images":
+            continue
         over = 0.01 if key == "eval_accuracy" else 1.0
-        if key != "eval_accuracy" or run.unit == "images":
-            stages = filter(run.same_blocks, run.begins())
-            found = [(x, y / over) for stage in stages for x, y in run.curve(key, stage)]
-            if points := run.over_teacher() if ratio else found:
-                series.append(Series(name, points, colour, dashed, dots=True))
+        stages = [] if ratio else filter(run.same_blocks, run.begins())
+        points = [(x, y / over) for stage in stages for x, y in run.curve(key, stage)]
+        if points := run.over_teacher() if ratio else points:
+            series.append(Series(name, points, colour, dashed, dots=True))
     values = [y for one in series for _, y in one.points]
     if not values:
         return None

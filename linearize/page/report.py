@@ -131,7 +131,7 @@ def _tiles(run: RunRecord) -> html.Tiles:
         if run.unit == "images" and run.accuracy is not None:
             other = "" if run.teacher_accuracy is None else f" (teacher {percent(run.teacher_accuracy)})"
             own.append((percent(run.accuracy), f"held-out accuracy{other}"))
-        beside = "" if ratio is None else f" (teacher {ppl / ratio:.4g})"
+        beside = "" if ratio is None else f" (teacher {run.teacher_ppl:.4g})"
         own += [] if ratio is None else [(times(ratio, 1.0), "perplexity over the teacher's")]
         own.append((f"{ppl:.4g}", f"held-out perplexity{beside}"))
     own += [(nats(kl), f"KL from the teacher, {divergence_unit(run)}") for _, kl in run.curve("eval_kl")[-1:]]
@@ -210,6 +210,11 @@ def _converted(run: RunRecord, drawn: Drawing | None) -> str:
 # ---------------------------------------------------------------- training
 
 
+def level(found: list[tuple[float, float]], value: float | None) -> list[tuple[float, float]]:
+    """A line at a value below or above what was found; empty where one of them is not there."""
+    return [(at, value) for at, _ in (found[0], found[-1])] if found and value is not None else []
+
+
 def draw_training(run: RunRecord) -> Drawing:
     """Held-out perplexity over all tokens, of images accuracy before it, then the loss of each stage, and the parts
     that a loss has."""
@@ -218,19 +223,18 @@ def draw_training(run: RunRecord) -> Drawing:
     values = [value for _, value in curve]
     wide = bool(curve) and max(values) > 5 * min(values)
     hits = run.curve("eval_accuracy") if run.unit == "images" else []
+    # It is another in rows of another length; earlier versions noted that of the first rows alone.
+    teacher_ppl = besides if len(besides) == len(curve) else level(curve, run.teacher_ppl)
     for found, title, factor, teacher, axis in (
-        (hits, "Held-out accuracy", 100, run.teacher_accuracy, Axis("%")),
-        (run.curve("eval_agreement"), "Held-out parts with the teacher's class", 100, None, Axis("%")),
-        (run.curve("eval_error"), "Held-out squared error relative to the teacher's own square", 1, None, Axis("")),
-        (curve, "Held-out perplexity", 1, run.teacher_ppl, Axis("perplexity", wide)),
+        (hits, "Held-out accuracy", 100, level(hits, run.teacher_accuracy), Axis("%")),
+        (run.curve("eval_agreement"), "Held-out parts with the teacher's class", 100, [], Axis("%")),
+        (run.curve("eval_error"), "Held-out squared error relative to the teacher's own square", 1, [], Axis("")),
+        (curve, "Held-out perplexity", 1, teacher_ppl, Axis("perplexity", wide)),
     ):
-        points = [(at, factor * value) for at, value in found]
+        points, theirs = ([(at, factor * value) for at, value in one] for one in (found, teacher))
         marked = [Series("student", points, "blue", dots=True)]
-        if points and teacher is not None:
-            level = [(at, factor * teacher) for at, _ in (points[0], points[-1])]
-            if curve is found and len(besides) == len(found):  # it is another in rows of another length
-                level = besides
-            marked.append(Series("teacher", level, "soft", True))
+        if theirs:
+            marked.append(Series("teacher", theirs, "soft", True))
         drawings += [lines(title, marked, x, axis)] if points else []
     if distances:
         series = [Series("student", distances, "blue", dots=True)]

@@ -27,6 +27,11 @@ def is_converted(config: Any) -> bool:
     return bool((getattr(config, "linearize", None) or {}).get("layers"))
 
 
+def for_engines(layer: dict[str, Any]) -> bool:
+    """Whether a layer of a plan is one that engines know as it is, and `linearize export --as` writes for them."""
+    return layer["mechanism"] == "mamba2" or bool(layer["options"].get("native"))
+
+
 def layers_of(config: Any) -> Layers:
     """The layers of a converted decoder, by its config.
 
@@ -55,7 +60,7 @@ def layers_of(config: Any) -> Layers:
             f"does not hand some heads' sinks to vLLM. {_ELSEWHERE}"
         )
     layers = config.linearize["layers"]
-    known = [layer for layer in layers if layer["options"].get("native") or layer["mechanism"] == "mamba2"]
+    known = [layer for layer in layers if for_engines(layer)]
     if known:
         what = f"{known[0]['site']['path']} has {known[0]['mechanism']} as vLLM knows it"
         raise ValueError(f"{name}: {what}, without this plugin. Write it so: linearize export DIR --as auto -o OUT")
