@@ -266,6 +266,7 @@ def test_what_a_preset_lacks_is_told_without_a_place_in_the_package(tmp_path: Pa
     ("mechanism", "start", "kept"),
     [
         ("gdn", "Start from the preset gdn, or replace", {"window": 64, "sink": 1}),
+        ("window", "Start from the preset window, or replace", {"window": 64, "sink": 1}),
         ("mamba2", "Replace", {"half_life_min": 32}),
     ],
 )
