@@ -47,7 +47,7 @@ from .mixture import Mixture, Units
 TRANSFER_STEPS, TRANSFER_TOKENS, TRANSFER_LR = 24, 1024, 1e-2
 SCORE_TOKENS = 4096
 IMAGE = 128
-# What is compared in place of mixers that start far from softmax (`scored_plan`).
+# What is compared in place of mixers that start far from softmax, and the widest window that is (`scored_plan`).
 STAND_IN = {"window": 128, "sink": 1}
 RECALLS, RECALL_TOKENS = 4, 512
 BATCH_TOKENS = 1024  # of one pass
@@ -154,19 +154,24 @@ def together(logits: Tensor) -> int:
 
 
 def scored_plan(plan: Plan) -> tuple[Plan, str]:
-    """The plan whose mixers are compared with softmax, and what stands in it for those of `plan`; empty for nothing.
+    """The plan whose mixers are compared with softmax, and what it has in place of those of `plan`; empty for nothing.
 
     A mixer that takes q and k in front of the source's norms and rotation is far from softmax after so few steps. What
-    softmax gives back to it then is what any trained mixer has, and layers that retrieve are overlooked
-    (docs/measurements/layers.md). A window alone, which needs no training, shows which layers look further.
+    softmax gives back to it then is what any trained mixer has, and layers that retrieve are overlooked. A window
+    alone, which needs no training, shows which layers look further. One as long as the texts would show nothing, so
+    none is longer than that of STAND_IN (docs/measurements/layers.md).
     """
     with torch.device("meta"):
         far = any(build_mixer(step.mechanism, step.site, step.options).skip_qk_norm for step in plan.linear)
-    sites = [step.site for step in plan.linear]
-    if not far or any(site.extras or mismatch(site, LOCAL) for site in sites):
+    sites, most = [step.site for step in plan.linear], STAND_IN["window"]
+    words, wide = f"a window of {most} tokens", [step for step in plan.linear if step.options.get("window", 0) > most]
+    if far and not any(site.extras or mismatch(site, LOCAL) for site in sites):
+        scored, words = make_steps(sites, LOCAL, STAND_IN), f"{words} and the first"
+    elif wide:
+        scored = tuple(dataclasses.replace(step, options=step.options | {"window": most}) for step in wide)
+    else:
         return plan, ""
-    steps = dict(zip((site.path for site in sites), make_steps(sites, LOCAL, STAND_IN), strict=True))
-    words = f"a window of {STAND_IN['window']} tokens and the first"
+    steps = {step.site.path: step for step in scored}
     return dataclasses.replace(plan, steps=tuple(steps.get(step.site.path, step) for step in plan.steps)), words
 
 

@@ -236,19 +236,35 @@ def test_a_window_stands_in_for_mixers_that_start_far_from_softmax(
     assert scored.kept == plan.kept
 
 
+@pytest.mark.parametrize(("to", "options"), [("window", {"sink": 1}), ("sla", {"base": "gla"}), ("gsa", {"slots": 16})])
+def test_no_wider_window_is_scored_than_one_that_leaves_much_out(
+    tmp_path: Path, to: str, options: dict[str, Any]
+) -> None:
+    """One as long as the texts would leave nothing out, and the choice would be of noise."""
+    for window, narrowed in ((928, True), (128, False), (64, False)):
+        plan = plan_conversion(str(save_source(tmp_path)), to, options=options | {"window": window}, layers="0-2")[0]
+        scored, words = scored_plan(plan)
+        assert ("window of 128" in words, scored is plan) == (narrowed, not narrowed)
+        for one, own in zip(scored.steps, plan.steps, strict=True):
+            assert (one.site, one.options) == (own.site, own.options | {"window": min(128, window)})
+
+
 @pytest.mark.usefixtures("_less_text")
 def test_a_choice_for_such_mixers_is_that_for_a_window(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scoring = Scoring(text=TextSource(files=(place / "train.jsonl",)), seq_len=512, say=quiet)
-    own, by_window = (
+    own, wide, by_window = (
         plan_conversion(
             str(place / "source"), to, options=options, keep_softmax="auto:1", choose=choosers(scoring)["choose"]
         )
-        for to, options in (("mamba2", {}), ("window", STAND_IN))
+        for to, options in (("mamba2", {}), ("window", STAND_IN | {"window": 600}), ("window", STAND_IN))
     )
     ours, theirs = own[0].choice, by_window[0].choice
+    assert wide[0].choice is not None
     assert ours is not None
     assert theirs is not None
     assert (ours.scores, ours.kl) == (theirs.scores, theirs.kl)
+    assert (wide[0].choice.scores, wide[0].choice.kl) == (theirs.scores, theirs.kl)
+    assert {step.options["window"] for step in wide[0].linear} == {600}
     assert (own[0].steps[0].mechanism, theirs.stand_in) == ("mamba2", "")
     choice_table(ours, "--keep-softmax")
     assert holds(" ".join(capsys.readouterr().err.split()), "window", "128", "other")
