@@ -25,6 +25,7 @@ from .job.checks import check_stage_order
 from .job.notes import not_held_out, resume_note
 from .job.resolve import Job, resolve
 from .job.start import open_base, run_of
+from .measure.evaluate import note_farther
 from .measure.positions import warning_of
 from .page.record import read_run
 from .page.report import PAGE, card_pictures, report_page
@@ -101,6 +102,8 @@ def finish(tuner: Finetuner, complete: bool, say: Say) -> dict[str, Any]:
     report["teacher"] = run.teacher()
     if positions and (message := warning_of(positions)):
         say(message)
+    if recipe.stages[-1].weights.keys() == {"kl"} and (note := note_farther(report["stages"])):
+        say(note)
     run.write_report(report)
     with failed_check(tuner):
         save(tuner, report, say)

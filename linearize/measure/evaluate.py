@@ -4,7 +4,7 @@ mixer's output from softmax's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +96,18 @@ def note_of_little(student: Score, teacher: Score) -> str:
     return (
         f"note: before any training the student has {ratio:.3f} times its teacher's perplexity, with a KL of "
         f"{student.kl:.4f} nats. On this text it is this near as it is, so distilling can show little"
+    )
+
+
+def note_farther(stages: Sequence[Mapping[str, Any]]) -> str:
+    """A note where a student ends farther from its teacher than it was as converted, by the `stages` of a report; empty
+    where it is nearer, and where KL was not measured before and after."""
+    kl = [row["kl"] for row in stages if row.get("kl") is not None]
+    if len(kl) < 2 or stages[0]["name"] != "converted" or kl[-1] <= (1 + NEAR) * kl[0]:
+        return ""
+    return (
+        f"note: training took the student away from its teacher: its KL is {kl[-1]:.4f} nats, and was {kl[0]:.4f} as "
+        "converted. Learning rates were too high for a student that begins so near: try a tenth of them"
     )
 
 

@@ -28,7 +28,7 @@ from linearize.data.documents import TextSource
 from linearize.demo import corpus, model_folder
 from linearize.errors import Exit, LinearizeError
 from linearize.measure.compare import state_bytes, text_recipe
-from linearize.measure.evaluate import Score, note_of_little
+from linearize.measure.evaluate import Score, note_farther, note_of_little
 from linearize.measure.free_generation import (
     ANSWER,
     answered,
@@ -557,6 +557,11 @@ def test_figures_that_are_easily_misread_have_a_note() -> None:
         assert note_of_little(far, teacher) == ""
     near = note_of_little(Score(99.9, 0.5, 0.0018), teacher)
     assert holds(near, "note", "before any training", "0.999 times")
+    stages = [{"name": name, "kl": kl} for name, kl in (("converted", 0.0033), ("logit_kl", 0.0066))]
+    assert holds(note_farther(stages), "note", "0.0066", "0.0033 as converted", "Learning rates")
+    unmeasured = {"name": "teacher", "kl": None}
+    for nearer in (stages[::-1], [stages[0], stages[0]], stages[1:], [unmeasured, *stages[1:]], []):
+        assert note_farther(nearer) == ""
     nothing = [{"student": none, "teacher": none}]
     below, recall = remarks({"ppl_ratio": 0.9, "recall": nothing, "needle": found})
     assert holds(below, "note", "below the teacher's")
