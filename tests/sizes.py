@@ -87,7 +87,7 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
         {"faithful": True, "base": "gla"},
     ),
     # What `--kept-window` makes of kept layers.
-    "window": ({"window": 1024, "sink": 4}, {"window": 440, "sink": 1}, {"window": 928, "sink": 1}),
+    "window": ({"window": 1024, "sink": 4}, {"window": 928, "sink": 1}),
 }
 # Defaults, the other number of memories, and other bases of SLA.
 OTHERS: dict[str, tuple[dict[str, Any], ...]] = {

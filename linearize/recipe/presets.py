@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..demo import DEMO
 from ..errors import LinearizeError, ResourceError, did_you_mean
 
-FIRST = "hybrid-window", "hybrid-heads", "window"  # by size of the cache
+FIRST = "hybrid-window", "hybrid-eighth", "window"  # by size of the cache
 SCHEMA = "recipe.schema.json"  # which `copy` writes beside a recipe
 EDITORS = f"# yaml-language-server: $schema={SCHEMA}"
 

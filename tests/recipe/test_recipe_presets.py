@@ -295,6 +295,7 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "gsa",
         "gsa-window",
         "hybrid",
+        "hybrid-eighth",
         "hybrid-heads",
         "hybrid-native",
         "hybrid-native-qwen3",
@@ -317,7 +318,7 @@ def test_presets_are_listed_and_shown(linearize: Command) -> None:
         "mhla-pretrain",
         "sla-pretrain",
     }
-    assert [preset.name for preset in PRESETS[:3]] == ["hybrid-window", "hybrid-heads", "window"]
+    assert [preset.name for preset in PRESETS[:3]] == ["hybrid-window", "hybrid-eighth", "window"]
     assert {row["name"] for row in json.loads(out)} == every | {"la", "retnet", "gla", "gdn", "mhla", "sla", "window"}
     assert all(row["result"] for row in json.loads(out))
     for preset in PRESETS:
