@@ -42,3 +42,9 @@ DIVIDED = 1e-4
 # transformers, in float32, over the largest logit. Random models of four layers on 2026-11-28: mlx-lm 8.7e-7, llama.cpp
 # 3.9e-6; float32 itself is 3.8e-6 from float64 on the last one.
 NATIVE = 1e-4
+# Some tokens of a large model amplify rounding: SmolLM2-135M with windows of 928 and untrained sinks, beside its
+# GraniteSWA, is 1.9e-4 apart at one of 933 random tokens and 7.5e-5 at another, below 1.4e-5 at all others (two cores
+# of a CPU, torch 2.13, 2026-11-30). Embeddings times 1 + 2^-23 of normal noise move the same two tokens by 1.3e-4 to
+# 3.3e-4 and by 3.1e-5 to 9.0e-5, with three seeds. A token may differ by so many times what noise moves it, where that
+# is more than NATIVE.
+AMPLIFIED = 4

@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from linearize.export.native import engines_for, export_native, mlx_logits, one_
 from linearize.export.qwen3_5 import sections_of
 from linearize.export.tokens import TEXTS, check_rule, ids, other_tokens
 from linearize.serve.folder import layers_of
+from linearize.verify.tolerances import NATIVE
 
 QWEN = ("qwen3", "gdn", {"native": True})
 QWEN_WIDE = ("qwen3", "gdn", {"native": True, "memories": 2, "maps": True})
@@ -265,6 +267,40 @@ def test_every_pair_of_channels_lies_in_its_section(D: int) -> None:
 def test_no_trap_of_granite_passes_the_proof(llama: Made, trap: Callable[[Made], dict[str, Tensor]]) -> None:
     with pytest.raises(LinearizeError, match=r"computes.*logits"):
         llama.check(tensors=trap(llama))
+
+
+class Amplifying(torch.nn.Module):
+    """Logits are embeddings; those of the token at place 3 are the difference from what it is, many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.token = 5
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.embed
+
+    def forward(self, inputs_embeds: Tensor, use_cache: bool) -> Any:
+        assert not use_cache
+        logits = inputs_embeds.clone()
+        logits[:, 3] = (inputs_embeds[:, 3] - self.embed.weight[self.token]) * 1e5
+        return SimpleNamespace(logits=logits)
+
+
+def test_a_token_may_differ_as_far_as_rounding_moves_it() -> None:
+    model, row = Amplifying().requires_grad_(False), torch.tensor([0, 1, 2, 5, 4])
+    want = model.embed(row)
+    largest = float(want.abs().max())
+
+    def at(place: int, by: float) -> float:
+        other = want.clone()
+        other[place, 0] += by * largest
+        return native.apart(other, want, model, row)
+
+    assert at(3, 1e-2) == 0 < at(3, 1e-5) < NATIVE
+    assert at(3, 1.0) == pytest.approx(1.0)
+    assert at(2, 1e-3) == pytest.approx(1e-3, rel=1e-2)
+    assert math.isnan(at(3, math.nan))
 
 
 @pytest.mark.parametrize(
