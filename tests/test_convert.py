@@ -334,7 +334,9 @@ def test_how_a_conversion_goes_on_can_be_pasted(shared: Path, architecture: str,
 @pytest.mark.parametrize(
     ("mechanism", "options", "preset"),
     [
-        ("window", {}, "hybrid-window"),
+        ("window", {}, "window"),
+        ("window", {"keep_softmax": "1"}, "hybrid-window"),
+        ("window", {"keep_softmax": "1", "sink": "0", "sink_logit": "true"}, "hybrid-window"),
         ("mamba2", {}, "hybrid-native"),
         ("gdn", {"native": "true"}, "hybrid-native-qwen3"),
         ("gdn", {}, "hybrid"),
@@ -343,8 +345,12 @@ def test_how_a_conversion_goes_on_can_be_pasted(shared: Path, architecture: str,
 def test_a_conversion_goes_on_by_the_preset_of_its_layers(
     shared: Path, mechanism: str, options: dict[str, str], preset: str
 ) -> None:
-    plan, _, natives = plan_conversion(str(shared), mechanism, options=options)
+    """At a higher rate where a window begins far from softmax."""
+    kept = options.get("keep_softmax", "")
+    given = {name: value for name, value in options.items() if name != "keep_softmax"}
+    plan, _, natives = plan_conversion(str(shared), mechanism, options=given, keep_softmax=kept)
     run, short, _ = next_step(plan, Path("my model"), natives).splitlines()
+    assert ("optimizer.lr=1e-4" in run) is (given.get("sink") == "0")
     assert shlex.split(run.partition("it: ")[2])[:3] == ["linearize", "finetune", preset]
     recipe = load_recipe(preset, ["model.base=out", *shlex.split(short.partition(" add ")[2])])
     rows = {recipe.data_for(stage).pack.seq_len for stage in recipe.stages}
