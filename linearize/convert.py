@@ -59,7 +59,8 @@ OF_SOURCES = ("keep_softmax", "keep_heads", "kept_window")
 UNREAD = "not copied, because loading the model does not need it: {}"
 
 # Mechanisms that a preset of their own distils, of gdn the native layer alone; others take `hybrid`.
-OWN_PRESETS = {"window": "hybrid-window", "mamba2": "hybrid-native", "gdn": "hybrid-native-qwen3"}
+WINDOWS = "window", "hybrid-window"  # without and with layers that keep softmax
+OWN_PRESETS = {"window": WINDOWS[1], "mamba2": "hybrid-native", "gdn": "hybrid-native-qwen3"}
 
 
 def plan_conversion(
@@ -271,7 +272,7 @@ def preset_for(plan: Plan) -> str:
     """The preset whose stages suit the layers of a model that writes text."""
     kinds = {step.mechanism if step.mechanism != "gdn" or step.options.get("native") else "" for step in plan.steps}
     if kinds == {"window"} and not plan.softmax_layers:
-        return "window"
+        return WINDOWS[0]
     return OWN_PRESETS.get(kinds.pop(), "hybrid") if len(kinds) == 1 else "hybrid"
 
 
@@ -283,9 +284,8 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
 
     of_images = loading(plan)["processor"] == "image_processor"
     suited, causal = preset_for(plan), plan.linear[0].site.causal
-    windows = causal and {step.mechanism for step in plan.steps} == {"window"}
     # Presets train new parameters first, but for those of windows, which have none.
-    if causal and not (plan.new_parameters or of_images or windows):
+    if causal and not (plan.new_parameters or of_images or suited in WINDOWS):
         return shlex.join(["linearize", "generate", str(folder), "Once upon a time"])
     if not (of_images or is_trained(plan.architecture, natives)):
         own = "train its mixers in a loop of your own, they are ordinary parameters"
@@ -300,7 +300,8 @@ def next_step(plan: Plan, folder: Path, natives: SourceClasses, told: Sequence[s
     if given or recipe != preset:  # its stages and data may be others
         return f"distil it: {command}\n--dry-run tells the time."
     command += " stages.logit_kl.kind=feature_cosine" if of_images and headless else ""
-    if windows and not all(step.options["sink"] for step in plan.steps):  # far from its teacher, unlike the presets'
+    # Without the first token a window begins far from its teacher, unlike those of the presets.
+    if causal and suited in WINDOWS and not all(step.options["sink"] for step in plan.steps):
         command += " stages.logit_kl.optimizer.lr=1e-4"
     own = f"'data.train={{{key}: A{end}}}' 'data.eval={{{key}: B{end}}}'"
     files = "" if of_images else ", A.txt or A.jsonl with the field text,"

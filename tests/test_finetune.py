@@ -304,15 +304,15 @@ def test_the_first_figures_are_called_calibrated_where_calibration_ran(root: Pat
         assert f"| {told} | 0 |" in (model / "README.md").read_text()
 
 
-def test_a_student_that_training_took_away_from_its_teacher_is_told(root: Path, tmp_path: Path) -> None:
+def test_a_note_says_where_training_took_a_student_away_from_its_teacher(root: Path, tmp_path: Path) -> None:
     """By KL alone: cross entropy leads elsewhere on purpose."""
-    for name, loss, told in (("kl", {"kl": 1.0}, True), ("both", {"kl": 1.0, "ce": 1.0}, False)):
+    for name, loss, expected in (("kl", {"kl": 1.0}, True), ("both", {"kl": 1.0, "ce": 1.0}, False)):
         far = stage("logit_kl", loss=loss, steps=2, optimizer={"lr": 1.0})
         (tmp_path / name).mkdir()
         report = train(make_recipe(tmp_path / name, base(root, "llama"), far, data=EVAL))
         assert report["stages"][-1]["kl"] > 1.02 * report["stages"][0]["kl"]
         noted = any("took the student away" in note for note in read_run(tmp_path / name / "run").notes)
-        assert noted is told
+        assert noted is expected
 
 
 @pytest.mark.slow
